@@ -1,0 +1,256 @@
+// Package guest is the protocol with shard-init, the agent that is PID 1 in every sandbox, and its host side, Session.
+// It knows byte channels, frames and the agent's operations; it knows no provider, no record and no client.
+// Everything that arrives from the guest is hostile: bounded, checked, never trusted to be in order.
+//
+// # Channel
+//
+// One reliable byte channel. Either side may be behind: the host may connect before the guest is up, and a channel may
+// still hold bytes of an earlier session. So a session begins with a hello on which both sides synchronise:
+//
+//	host → agent   magic "shardA1\n" | token [32] | epoch [16]
+//	agent → host   magic "shardG1\n" | epoch [16]
+//
+// Each side drops bytes until the magic it waits for (the host: until magic and its own epoch). The first hello that
+// the agent ever sees, on the channel that PID 1 was born with, sets the token; a later one with another token is
+// refused by closing the channel. A new session replaces the one before; commands run on.
+//
+// # Frames
+//
+//	length uint32 (of the payload, ≤ MaxPayload) | type uint8 | stream uint32 | payload     all big endian
+//
+// The host opens streams with ids it never reuses within a session. Frame types and their direction (h host, g guest):
+//
+//	Open   h→g  JSON Open: an operation and its arguments
+//	Head   g→h  JSON Head: the first answer, exactly one per Open, before any Data
+//	Data   both bytes; on the stream of an exec, guest → host, the first byte is the channel (1 stdout or tty, 2 stderr)
+//	Credit both uint32: the receiver has consumed so many bytes of Data, the sender may send as many more
+//	EOF    both no more Data in this direction
+//	Done   g→h  JSON Done: the last frame of the stream; the id is free
+//	Reset  h→g  the host gives the stream up; the agent ends the operation (an exec runs on) and answers Done
+//
+// Flow control: each direction of each stream starts with Window bytes. A sender never has more than Window bytes
+// (payload of Data, the channel byte not counted) beyond what was credited; a peer that does ends the session.
+//
+// # Exec and reconnect
+//
+// The bytes of an exec's output are counted over both channels together, in the order in which the agent read them.
+// Credit on an exec's stream means "the host holds these bytes durably": until then the agent keeps them, so that
+// after a new session OpResume with the count of bytes the host holds continues exactly there. While Window bytes are
+// unacknowledged the agent does not read the program's pipes, and the program waits as on any full pipe. When a
+// command has ended, the agent keeps its exit until OpForget.
+package guest
+
+import "encoding/json"
+
+// Sizes, in bytes.
+const (
+	// MaxPayload bounds one frame. Data frames carry at most MaxData.
+	MaxPayload = 256 << 10
+	MaxData    = 64 << 10
+	// Window is the initial credit of each direction of each stream.
+	Window = 1 << 20
+	// TokenSize and EpochSize are those of the hello.
+	TokenSize = 32
+	EpochSize = 16
+)
+
+// Magic strings of the hello.
+const (
+	HostMagic  = "shardA1\n"
+	GuestMagic = "shardG1\n"
+)
+
+// Type is the kind of a frame.
+type Type uint8
+
+// The frame types.
+const (
+	TypeOpen   Type = 1
+	TypeHead   Type = 2
+	TypeData   Type = 3
+	TypeCredit Type = 4
+	TypeEOF    Type = 5
+	TypeDone   Type = 6
+	TypeReset  Type = 7
+)
+
+// The channels of an exec's output.
+const (
+	ChannelStdout = 1
+	ChannelStderr = 2
+)
+
+// Operations. The argument and head types stand beside each; "–" is none.
+const (
+	OpPing   = "ping"   // – → –
+	OpBoot   = "boot"   // BootArgs → –         once per start, before anything else
+	OpUser   = "user"   // UserArgs → UserHead  looks a user up
+	OpExec   = "exec"   // ExecSpec → ExecHead  starts a command; stdin by Data, output by Data, Done with Exit
+	OpResume = "resume" // ResumeArgs → ExecHead  attaches to a command again after a new session
+	OpExecs  = "execs"  // – → ExecsHead        the commands the agent holds
+	OpSignal = "signal" // SignalArgs → –
+	OpResize = "resize" // ResizeArgs → –
+	OpForget = "forget" // ForgetArgs → –       the host has the exit durably
+	OpStop   = "stop"   // StopArgs → –         TERM to all, wait, KILL, sync; answers when only PID 1 is left
+
+	OpPut    = "put"    // PutArgs → –           then Data host→guest until EOF, then Done
+	OpGet    = "get"    // PathArgs → shard.FileEntry, then Data guest→host until Done
+	OpStat   = "stat"   // PathArgs → shard.FileEntry (lstat)
+	OpList   = "list"   // PathArgs → –, then Data: one JSON shard.FileEntry per line, sorted by name
+	OpMkdir  = "mkdir"  // MkdirArgs → –
+	OpRemove = "remove" // RemoveArgs → –
+	OpUntar  = "untar"  // UntarArgs → –, then Data host→guest (tar) until EOF, then Done
+	OpTar    = "tar"    // PathArgs → shard.FileEntry, then Data guest→host (tar) until Done
+)
+
+// Open is the payload of TypeOpen.
+type Open struct {
+	Op   string          `json:"op"`
+	Args json.RawMessage `json:"args,omitempty"` // JSON of the operation's argument type
+}
+
+// Head is the payload of TypeHead. Err set means that the operation was refused; Done follows at once.
+type Head struct {
+	Err  *Failure        `json:"err,omitempty"`
+	Body json.RawMessage `json:"body,omitempty"` // JSON of the operation's head type
+}
+
+// Done is the payload of TypeDone.
+type Done struct {
+	Err  *Failure `json:"err,omitempty"`
+	Exit *Exit    `json:"exit,omitempty"` // exec and resume
+}
+
+// Failure is why the agent refused or failed. Code is one of shard's codes (invalid_request, not_found,
+// command_not_started, internal …); the host replaces a code it does not know by internal and bounds the message.
+type Failure struct {
+	Code     string `json:"code"`
+	Message  string `json:"message"`
+	ExitCode int    `json:"exit_code,omitempty"` // command_not_started: 126 or 127
+}
+
+// Exit is how a command ended: code as wait status gives it (0–255), signal when one killed it.
+type Exit struct {
+	Code   int `json:"code"`
+	Signal int `json:"signal"`
+}
+
+// BootArgs prepares the guest. Files is keyed by absolute guest path (/etc/hostname, /etc/hosts, /etc/resolv.conf).
+// First says that this is the first start of these files: only then hosts and hostname are written; resolv.conf always.
+// Workdir is made (0755, owned by root) when it is missing. User must exist.
+type BootArgs struct {
+	Hostname string            `json:"hostname"`
+	Files    map[string]string `json:"files,omitempty"`
+	First    bool              `json:"first,omitempty"`
+	User     string            `json:"user,omitempty"`
+	Workdir  string            `json:"workdir,omitempty"`
+}
+
+// UserArgs names a user as images do: name, uid, or either with :group or :gid. Empty is root.
+type UserArgs struct {
+	User string `json:"user"`
+}
+
+// UserHead is a looked-up user.
+type UserHead struct {
+	UID    uint32   `json:"uid"`
+	GID    uint32   `json:"gid"`
+	Groups []uint32 `json:"groups,omitempty"`
+	Home   string   `json:"home"`
+}
+
+// ExecSpec is a command to start. ID is the host's, unique among the commands the agent holds. Env is complete but for
+// HOME and TERM, which the agent adds when they are missing (HOME from the guest's passwd, TERM=xterm for a tty).
+type ExecSpec struct {
+	ID      string   `json:"id"`
+	Argv    []string `json:"argv"`
+	Env     []string `json:"env,omitempty"`
+	Workdir string   `json:"workdir,omitempty"` // default /
+	User    string   `json:"user,omitempty"`
+	Stdin   bool     `json:"stdin,omitempty"` // false: /dev/null
+	TTY     bool     `json:"tty,omitempty"`
+	Rows    uint16   `json:"rows,omitempty"`
+	Cols    uint16   `json:"cols,omitempty"`
+}
+
+// ExecHead answers exec and resume. StdinBytes is how much input the agent has taken so far.
+type ExecHead struct {
+	PID        int   `json:"pid"`
+	StdinBytes int64 `json:"stdin_bytes"`
+}
+
+// ResumeArgs continues a command's output behind the first Offset bytes.
+type ResumeArgs struct {
+	ID     string `json:"id"`
+	Offset int64  `json:"offset"`
+}
+
+// ExecsHead lists the commands the agent holds, ended ones that were not forgotten included.
+type ExecsHead struct {
+	Execs []HeldExec `json:"execs"`
+}
+
+// HeldExec is one command of ExecsHead.
+type HeldExec struct {
+	ID   string `json:"id"`
+	Exit *Exit  `json:"exit,omitempty"`
+}
+
+// SignalArgs sends TERM or KILL to a command's process group.
+type SignalArgs struct {
+	ID     string `json:"id"`
+	Signal string `json:"signal"`
+}
+
+// ResizeArgs sets a command's terminal size.
+type ResizeArgs struct {
+	ID   string `json:"id"`
+	Rows uint16 `json:"rows"`
+	Cols uint16 `json:"cols"`
+}
+
+// ForgetArgs drops an ended command.
+type ForgetArgs struct {
+	ID string `json:"id"`
+}
+
+// StopArgs ends everything but PID 1. GraceMillis is the time between TERM and KILL.
+type StopArgs struct {
+	GraceMillis int64 `json:"grace_ms"`
+}
+
+// PathArgs names one absolute path.
+type PathArgs struct {
+	Path string `json:"path"`
+}
+
+// PutArgs describes a file to write: temporary name in the target's directory, fsync, rename. Size is exact: fewer
+// bytes before EOF fail the write. Mode is permission bits, 0644 when nil.
+type PutArgs struct {
+	Path    string  `json:"path"`
+	Size    int64   `json:"size"`
+	Mode    *uint32 `json:"mode,omitempty"`
+	User    string  `json:"user,omitempty"`
+	Parents bool    `json:"parents,omitempty"`
+}
+
+// MkdirArgs describes a directory to make. Mode is permission bits, 0755 when nil, and ignores the umask.
+type MkdirArgs struct {
+	Path    string  `json:"path"`
+	Mode    *uint32 `json:"mode,omitempty"`
+	User    string  `json:"user,omitempty"`
+	Parents bool    `json:"parents,omitempty"`
+}
+
+// RemoveArgs names what to remove; User is whose rights count.
+type RemoveArgs struct {
+	Path      string `json:"path"`
+	Recursive bool   `json:"recursive,omitempty"`
+	User      string `json:"user,omitempty"`
+}
+
+// UntarArgs says where a tar goes and who owns every entry.
+type UntarArgs struct {
+	Path string `json:"path"`
+	User string `json:"user,omitempty"`
+}
