@@ -1,0 +1,29 @@
+//go:build !linux
+
+package netns
+
+import (
+	"context"
+
+	"github.com/useshards/shard"
+)
+
+// Net exists on Linux only.
+type Net struct{}
+
+func unsupported() error {
+	return shard.Errorf(shard.CodeUnsupported, "network namespaces need Linux")
+}
+
+// Open says that this system has no network namespaces.
+func Open(context.Context, Config) (*Net, error) { return nil, unsupported() }
+
+func (*Net) Attach(context.Context, string) (Attachment, error) { return Attachment{}, unsupported() }
+func (*Net) Detach(context.Context, string) error               { return unsupported() }
+func (*Net) Release(context.Context, string) error              { return unsupported() }
+func (*Net) Recover(context.Context, []string) error            { return unsupported() }
+func (*Net) Remove(context.Context) error                       { return unsupported() }
+func (*Net) Close() error                                       { return nil }
+
+// Sweep exists on Linux only.
+func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error { return unsupported() }
