@@ -1,0 +1,287 @@
+// Package client is the Go client of shard's API: typed calls over HTTP, progress as it arrives, and the streams of
+// commands. It knows the wire and the records of package shard. It must not know the daemon's packages, terminals or
+// anything that a person reads.
+//
+// A refusal by the daemon is a *shard.Error, whatever its code; the daemon not being there is a *DialError; everything
+// else is the transport's. Unknown fields and unknown codes are kept or ignored, never an error.
+package client
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/useshards/shard"
+)
+
+// maxAnswer bounds a JSON answer, in bytes: far above any real list, far below what would hurt.
+const maxAnswer = 256 << 20
+
+// Options says whom a Client talks to. The zero value talks to nobody: set Dial.
+type Options struct {
+	// Dial opens a connection to the daemon; Unix makes one for a socket.
+	Dial func(ctx context.Context) (net.Conn, error)
+	// UserAgent is sent with every request.
+	UserAgent string
+}
+
+// Client speaks to one daemon. It is safe for concurrent use.
+type Client struct {
+	http *http.Client
+	base string
+	ua   string
+}
+
+// New makes a Client. It does not connect.
+func New(o Options) *Client {
+	transport := &http.Transport{
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return o.Dial(ctx) },
+		DisableCompression:     true,
+		MaxIdleConns:           4,
+		MaxIdleConnsPerHost:    4,
+		IdleConnTimeout:        90 * time.Second,
+		MaxResponseHeaderBytes: 64 << 10,
+		ReadBufferSize:         64 << 10,
+		WriteBufferSize:        64 << 10,
+	}
+	return &Client{
+		http: &http.Client{
+			Transport:     transport,
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		},
+		base: "http://shard",
+		ua:   o.UserAgent,
+	}
+}
+
+// Close lets go of idle connections.
+func (c *Client) Close() { c.http.CloseIdleConnections() }
+
+// DialError says that the daemon could not be reached. Err tells why: errors.Is with fs.ErrNotExist,
+// syscall.ECONNREFUSED (nobody listens) or fs.ErrPermission.
+type DialError struct {
+	// Address is the socket.
+	Address string
+	Err     error
+}
+
+func (e *DialError) Error() string {
+	return fmt.Sprintf("cannot reach the daemon at %s: %v", e.Address, e.Err)
+}
+
+func (e *DialError) Unwrap() error { return e.Err }
+
+// ErrBroken says that an answer ended before its end: the daemon went away or the connection was cut.
+var ErrBroken = errors.New("the daemon ended the connection before its answer was complete")
+
+// call is one request: path is escaped already.
+type call struct {
+	method, path string
+	query        url.Values
+	accept       string
+	// body is sent as JSON when it is not nil and not an io.Reader.
+	body        any
+	contentType string
+	// size is the Content-Length of an io.Reader body; negative is unknown (chunked).
+	size int64
+}
+
+// send performs the request and returns an answer with a status below 300; any other becomes an error.
+func (c *Client) send(ctx context.Context, k call) (*http.Response, error) {
+	req, err := c.request(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return nil, transportError(ctx, err)
+	}
+	if resp.StatusCode >= 300 {
+		defer resp.Body.Close()
+		return nil, refusal(resp)
+	}
+	return resp, nil
+}
+
+func (c *Client) request(ctx context.Context, k call) (*http.Request, error) {
+	target := c.base + k.path
+	if len(k.query) > 0 {
+		target += "?" + k.query.Encode()
+	}
+	var body io.Reader
+	contentType, size := k.contentType, k.size
+	switch b := k.body.(type) {
+	case nil:
+	case io.Reader:
+		body = b
+	default:
+		raw, err := json.Marshal(b)
+		if err != nil {
+			return nil, fmt.Errorf("encode the request: %w", err)
+		}
+		body, contentType, size = bytes.NewReader(raw), "application/json", int64(len(raw))
+	}
+	req, err := http.NewRequestWithContext(ctx, k.method, target, body)
+	if err != nil {
+		return nil, fmt.Errorf("make the request: %w", err)
+	}
+	if body != nil {
+		req.ContentLength = size
+		if size == 0 {
+			req.Body = http.NoBody // else net/http takes 0 for "unknown" and sends the body chunked
+		}
+	}
+	if contentType != "" {
+		req.Header.Set("Content-Type", contentType)
+	}
+	if k.accept != "" {
+		req.Header.Set("Accept", k.accept)
+	}
+	if c.ua != "" {
+		req.Header.Set("User-Agent", c.ua)
+	}
+	return req, nil
+}
+
+// do sends the request and decodes a JSON answer into out; a nil out drops the answer.
+func (c *Client) do(ctx context.Context, k call, out any) error {
+	resp, err := c.send(ctx, k)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body := io.LimitReader(resp.Body, maxAnswer)
+	if out == nil {
+		_, err = io.Copy(io.Discard, body)
+		return transportError(ctx, err)
+	}
+	raw, err := io.ReadAll(body) // to the end, so that the connection can be used again
+	if err != nil {
+		return transportError(ctx, err)
+	}
+	if err := json.Unmarshal(raw, out); err != nil {
+		return fmt.Errorf("read the daemon's answer to %s %s: %w", k.method, k.path, err)
+	}
+	return nil
+}
+
+// transportError makes what net/http says of a failed exchange fit to be told: the cause without the URL.
+func transportError(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
+	for _, told := range []func(error) (error, bool){asType[*DialError], asType[*shard.Error]} {
+		if e, ok := told(err); ok {
+			return e
+		}
+	}
+	if e, ok := errors.AsType[*url.Error](err); ok {
+		err = e.Err
+	}
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return ErrBroken
+	}
+	return fmt.Errorf("%w: %w", ErrBroken, err)
+}
+
+func asType[E error](err error) (error, bool) {
+	e, ok := errors.AsType[E](err)
+	return e, ok
+}
+
+// refusal turns an answer with an error status into the error it carries.
+func refusal(resp *http.Response) error {
+	raw, err := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
+	if len(raw) == 0 {
+		if err == nil && resp.Request != nil && resp.Request.Method == http.MethodHead {
+			return &shard.Error{Code: codeOfStatus(resp.StatusCode), Message: strings.ToLower(http.StatusText(resp.StatusCode))}
+		}
+		return &shard.Error{Code: codeOfStatus(resp.StatusCode), Message: "the daemon answered " + resp.Status}
+	}
+	var body shard.ErrorBody
+	if json.Unmarshal(raw, &body) != nil || body.Error.Code == "" {
+		const most = 512
+		return &shard.Error{Code: codeOfStatus(resp.StatusCode),
+			Message: fmt.Sprintf("the daemon answered %s: %q", resp.Status, raw[:min(len(raw), most)])}
+	}
+	return detailError(body.Error)
+}
+
+func detailError(d shard.ErrorDetail) error {
+	return &shard.Error{Code: d.Code, Message: d.Message, Holders: d.Holders, ExitCode: d.ExitCode}
+}
+
+// codeOfStatus is the code that a status without a body most likely means.
+func codeOfStatus(status int) shard.Code {
+	switch status {
+	case http.StatusBadRequest:
+		return shard.CodeInvalidRequest
+	case http.StatusUnauthorized:
+		return shard.CodeUnauthorized
+	case http.StatusForbidden:
+		return shard.CodeForbidden
+	case http.StatusNotFound:
+		return shard.CodeNotFound
+	case http.StatusConflict:
+		// Only file routes have HEAD, and of the 409 codes they know these two; this is the likelier.
+		return shard.CodeSandboxNotRunning
+	case http.StatusRequestEntityTooLarge:
+		return shard.CodeBodyTooLarge
+	case http.StatusGatewayTimeout:
+		return shard.CodeTimeout
+	}
+	return shard.CodeInternal
+}
+
+// Page asks for part of a list: at most Limit entries after Cursor. The zero value is the whole list.
+type Page struct {
+	Limit  int
+	Cursor string
+}
+
+func (p Page) query() url.Values {
+	q := url.Values{}
+	if p.Limit > 0 {
+		q.Set("limit", strconv.Itoa(p.Limit))
+	}
+	if p.Cursor != "" {
+		q.Set("cursor", p.Cursor)
+	}
+	return q
+}
+
+// walk calls get for page after page until the list has no next one.
+func walk(get func(Page) (next *string, err error)) error {
+	var p Page
+	for {
+		next, err := get(p)
+		if err != nil || next == nil || *next == "" {
+			return err
+		}
+		if *next == p.Cursor {
+			return fmt.Errorf("the daemon's list does not advance past %q", p.Cursor)
+		}
+		p.Cursor = *next
+	}
+}
+
+// sandboxPath is the path of a sandbox's route; segments are escaped.
+func sandboxPath(ref string, segments ...string) string {
+	path := "/v0/sandboxes/" + url.PathEscape(ref)
+	for _, s := range segments {
+		path += "/" + url.PathEscape(s)
+	}
+	return path
+}
