@@ -1,0 +1,411 @@
+// Package stream holds what a command wrote until a client reads it: a bounded ring in a file, which survives the
+// daemon, replays to one reader at a time, and counts every byte that no reader ever got. It also holds the message
+// form of the API's byte streams. It knows nothing of sandboxes, sockets or the agent.
+package stream
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"sync"
+)
+
+// Held is how many of the newest bytes of one command are kept, both channels together (contract §4.2).
+const Held = 8 << 20
+
+// The ring file: a header page, then ringSize bytes in which frames follow one another and wrap around. A frame is a
+// uint32, the channel in the top byte and the length in the rest, and the bytes. A program that changes channels every
+// few bytes pays with the room of the frame heads; then a little less than Held is kept, and the rest counted as lost.
+const (
+	magic      = "shardsp1"
+	headerSize = 4096
+	ringSize   = Held + 1<<20
+	frameHead  = 4
+	maxFrame   = 64 << 10
+)
+
+// ErrInUse says that another reader is attached.
+var ErrInUse = errors.New("another client is attached")
+
+// ErrClosed says that the spool was closed under the caller.
+var ErrClosed = errors.New("the held output is gone")
+
+// state is the header, written after each append, so that a daemon that is killed in between finds the ring as it was
+// before, and asks the agent for the rest again. Positions count ring bytes from the beginning of time.
+type state struct {
+	Tail, Head int64 // ring positions of the oldest frame and behind the newest
+	Last       int64 // ring position of the newest frame, which may still grow
+	First      int64 // payload bytes before the oldest frame
+	Floor      int64 // payload bytes before the oldest byte that counts as held: in the oldest frame or at its end
+	End        int64 // payload bytes in all
+	Seen       int64 // payload bytes that some reader got, or that lie before such
+	Lost       int64 // payload bytes dropped unseen
+}
+
+// Spool is the held output of one command. One goroutine appends; any may use the rest.
+type Spool struct {
+	f *os.File
+
+	mu       sync.Mutex
+	st       state
+	lastLen  int // payload of the frame at st.Last, when it may grow
+	lastChan byte
+	acked    int64
+	ended    bool
+	closed   bool
+	failed   error
+	reader   *Reader
+	changed  chan struct{} // closed and replaced when something a reader waits for changes
+	ack      func(n int)
+}
+
+// Create makes the file at path.
+func Create(path string) (*Spool, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("make the file of held output: %w", err)
+	}
+	s := &Spool{f: f, changed: make(chan struct{})}
+	return s, nil
+}
+
+// Open takes up a file that an earlier daemon wrote.
+func Open(path string) (*Spool, error) {
+	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open the file of held output: %w", err)
+	}
+	s := &Spool{f: f, changed: make(chan struct{})}
+	var b [8 + 8*8]byte
+	switch _, err := f.ReadAt(b[:], 0); {
+	case err == io.EOF: // nothing was ever appended
+		return s, nil
+	case err != nil:
+		f.Close()
+		return nil, fmt.Errorf("read the header of held output: %w", err)
+	case string(b[:8]) != magic:
+		f.Close()
+		return nil, errors.New("the file of held output is damaged")
+	}
+	for i, p := range s.st.fields() {
+		*p = int64(binary.BigEndian.Uint64(b[8+8*i:]))
+	}
+	if st := s.st; st.Tail < 0 || st.Tail > st.Last || st.Last > st.Head || st.Head-st.Tail > ringSize ||
+		st.First < 0 || st.First > st.Floor || st.Floor > st.End || st.Seen < 0 || st.Seen > st.End {
+		f.Close()
+		return nil, errors.New("the file of held output is damaged")
+	}
+	s.acked = s.st.End
+	return s, nil
+}
+
+func (st *state) fields() [8]*int64 {
+	return [8]*int64{&st.Tail, &st.Head, &st.Last, &st.First, &st.Floor, &st.End, &st.Seen, &st.Lost}
+}
+
+// OnAck names the function that is told how many more bytes of the program's output are safe here, so that the program
+// may write as many more. It is called without locks held, from Append, from a reader, and from Attach and Close of one.
+func (s *Spool) OnAck(ack func(n int)) {
+	s.mu.Lock()
+	s.ack = ack
+	s.mu.Unlock()
+}
+
+// Append takes the next bytes of the program's output. It never waits for a reader: the reader's share is bounded by
+// what is acknowledged. window is how many unacknowledged bytes the other side may have under way.
+func (s *Spool) Append(channel byte, p []byte, window int) error {
+	s.mu.Lock()
+	for len(p) > 0 && s.failed == nil && !s.closed {
+		n := min(len(p), maxFrame)
+		s.failed = s.append(channel, p[:n])
+		p = p[n:]
+	}
+	err := s.failed
+	if s.closed {
+		err = ErrClosed
+	}
+	tell := s.takeAck(window)
+	s.wake()
+	s.mu.Unlock()
+	tell()
+	return err
+}
+
+func (s *Spool) append(channel byte, p []byte) error {
+	st := s.st
+	grow := s.lastLen > 0 && s.lastChan == channel && s.lastLen+len(p) <= maxFrame
+	need := int64(len(p))
+	if !grow {
+		need += frameHead
+	}
+	st.raise(st.End + int64(len(p)) - Held)
+	for st.Tail < st.Last {
+		_, n, err := s.frameAt(st.Tail, st.Head)
+		if err != nil {
+			return err
+		}
+		end := st.First + int64(n)
+		if full := st.Head-st.Tail+need > ringSize; !full && end > st.Floor {
+			break
+		}
+		if s.reader != nil && s.reader.pos <= st.Tail {
+			return errors.New("the sandbox sent more output than it was allowed to")
+		}
+		st.raise(end)
+		st.First = end
+		st.Tail += frameHead + int64(n)
+	}
+	at, length := st.Head, len(p)
+	if grow {
+		length += s.lastLen
+	} else {
+		st.Last = st.Head
+		at += frameHead
+		st.Head += frameHead
+	}
+	if err := s.writeRing(at, p); err != nil {
+		return err
+	}
+	var h [frameHead]byte
+	binary.BigEndian.PutUint32(h[:], uint32(channel)<<24|uint32(length))
+	if err := s.writeRing(st.Last, h[:]); err != nil {
+		return err
+	}
+	st.Head += int64(len(p))
+	st.End += int64(len(p))
+	if err := s.writeHeader(st); err != nil {
+		return err
+	}
+	s.st, s.lastLen, s.lastChan = st, length, channel
+	return nil
+}
+
+// raise moves the floor up, and counts what no reader got.
+func (st *state) raise(floor int64) {
+	if floor <= st.Floor {
+		return
+	}
+	if unseen := floor - max(st.Floor, st.Seen); unseen > 0 {
+		st.Lost += unseen
+	}
+	st.Floor = floor
+}
+
+// frameAt reads the head of the frame at pos. A frame that a killed daemon was just growing ends at the ring's head.
+func (s *Spool) frameAt(pos, head int64) (channel byte, n int, err error) {
+	var h [frameHead]byte
+	if err := s.readRing(pos, h[:]); err != nil {
+		return 0, 0, err
+	}
+	v := binary.BigEndian.Uint32(h[:])
+	n = min(int(v&0xffffff), int(head-pos-frameHead))
+	if n < 0 || n > maxFrame {
+		return 0, 0, errors.New("the file of held output is damaged")
+	}
+	return byte(v >> 24), n, nil
+}
+
+func (s *Spool) writeHeader(st state) error {
+	var b [8 + 8*8]byte
+	copy(b[:], magic)
+	for i, p := range st.fields() {
+		binary.BigEndian.PutUint64(b[8+8*i:], uint64(*p))
+	}
+	if _, err := s.f.WriteAt(b[:], 0); err != nil {
+		return fmt.Errorf("hold output: %w", err)
+	}
+	return nil
+}
+
+func (s *Spool) writeRing(pos int64, p []byte) error {
+	off := pos % ringSize
+	first := min(int64(len(p)), ringSize-off)
+	if _, err := s.f.WriteAt(p[:first], headerSize+off); err != nil {
+		return fmt.Errorf("hold output: %w", err)
+	}
+	if rest := p[first:]; len(rest) > 0 {
+		if _, err := s.f.WriteAt(rest, headerSize); err != nil {
+			return fmt.Errorf("hold output: %w", err)
+		}
+	}
+	return nil
+}
+
+func (s *Spool) readRing(pos int64, p []byte) error {
+	off := pos % ringSize
+	first := min(int64(len(p)), ringSize-off)
+	if _, err := s.f.ReadAt(p[:first], headerSize+off); err != nil {
+		return fmt.Errorf("read held output: %w", err)
+	}
+	if rest := p[first:]; len(rest) > 0 {
+		if _, err := s.f.ReadAt(rest, headerSize); err != nil {
+			return fmt.Errorf("read held output: %w", err)
+		}
+	}
+	return nil
+}
+
+// takeAck works out what may be acknowledged now: everything, unless a reader is so far behind that what is under way
+// could push out what it has not read. A byte costs at most 1+frameHead bytes of the ring.
+func (s *Spool) takeAck(window int) func() {
+	n := s.st.End - s.acked
+	if n <= 0 || s.ack == nil {
+		return func() {}
+	}
+	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-int64(window)*(1+frameHead) {
+		return func() {}
+	}
+	s.acked = s.st.End
+	ack := s.ack
+	return func() { ack(int(n)) }
+}
+
+func (s *Spool) wake() {
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// Finish says that there will be no more output.
+func (s *Spool) Finish() {
+	s.mu.Lock()
+	s.ended = true
+	s.wake()
+	s.mu.Unlock()
+}
+
+// End is how many bytes the program has written, as far as they arrived here.
+func (s *Spool) End() int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.st.End
+}
+
+// Lost is how many bytes were dropped before any reader got them.
+func (s *Spool) Lost() int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.st.Lost
+}
+
+// Close ends every reader and closes the file; removing it is the caller's.
+func (s *Spool) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil
+	}
+	s.closed = true
+	s.wake()
+	return s.f.Close()
+}
+
+// Reader replays what is held and then follows. While it is attached nothing that it has not read is dropped: the
+// program waits instead.
+type Reader struct {
+	s      *Spool
+	pos    int64 // ring position of the frame to read next
+	inner  int   // bytes of that frame already read
+	got    int64 // payload bytes before pos+inner
+	window int
+	buf    []byte
+}
+
+// Attach makes the spool's only reader, from the oldest byte held; ErrInUse when there is one already. window is as in
+// Append.
+func (s *Spool) Attach(window int) (*Reader, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed:
+		return nil, ErrClosed
+	case s.reader != nil:
+		return nil, ErrInUse
+	}
+	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, window: window,
+		buf: make([]byte, maxFrame)}
+	return s.reader, nil
+}
+
+// Next returns the next bytes, at most 64 KiB, valid until the next call. It waits for them until wait is closed
+// (ErrClosed), and says io.EOF when the output has ended and all of it was read.
+func (r *Reader) Next(wait <-chan struct{}) (channel byte, p []byte, err error) {
+	s := r.s
+	for {
+		s.mu.Lock()
+		if s.closed || s.reader != r {
+			s.mu.Unlock()
+			return 0, nil, ErrClosed
+		}
+		if s.failed != nil {
+			s.mu.Unlock()
+			return 0, nil, s.failed
+		}
+		for r.pos < s.st.Head {
+			channel, n, err := s.frameAt(r.pos, s.st.Head)
+			if err != nil {
+				s.mu.Unlock()
+				return 0, nil, err
+			}
+			if r.inner == n {
+				if r.pos == s.st.Last { // it may still grow
+					break
+				}
+				r.pos, r.inner = r.pos+frameHead+int64(n), 0
+				continue
+			}
+			p := r.buf[:n-r.inner]
+			if err := s.readRing(r.pos+frameHead+int64(r.inner), p); err != nil {
+				s.mu.Unlock()
+				return 0, nil, err
+			}
+			r.inner = n
+			s.mu.Unlock()
+			return channel, p, nil
+		}
+		if s.ended {
+			s.mu.Unlock()
+			return 0, nil, io.EOF
+		}
+		changed := s.changed
+		s.mu.Unlock()
+		select {
+		case <-changed:
+		case <-wait:
+			return 0, nil, ErrClosed
+		}
+	}
+}
+
+// Consumed says that n of the bytes that Next returned have reached the client.
+func (r *Reader) Consumed(n int) {
+	s := r.s
+	s.mu.Lock()
+	r.got += int64(n)
+	s.st.Seen = max(s.st.Seen, r.got)
+	tell := func() {}
+	if s.reader == r && !s.closed {
+		if s.st.End > 0 {
+			if err := s.writeHeader(s.st); err != nil && s.failed == nil {
+				s.failed = err
+			}
+		}
+		tell = s.takeAck(r.window)
+	}
+	s.mu.Unlock()
+	tell()
+}
+
+// Close detaches the reader: another may attach, and the program no longer waits.
+func (r *Reader) Close() {
+	s := r.s
+	s.mu.Lock()
+	tell := func() {}
+	if s.reader == r {
+		s.reader = nil
+		tell = s.takeAck(r.window)
+	}
+	s.mu.Unlock()
+	tell()
+}

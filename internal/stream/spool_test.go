@@ -1,0 +1,307 @@
+package stream
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+const window = 1 << 20
+
+func readAll(t testing.TB, s *Spool) (out [3][]byte) {
+	t.Helper()
+	r, err := s.Attach(window)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	for {
+		c, p, err := r.Next(nil)
+		if err == io.EOF {
+			return out
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		out[c] = append(out[c], p...)
+		r.Consumed(len(p))
+	}
+}
+
+// TestNewestAreKept: without a reader exactly the newest Held bytes stay, and every other byte is counted.
+func TestNewestAreKept(t *testing.T) {
+	s, err := Create(filepath.Join(t.TempDir(), "out"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	var all []byte
+	rnd := rand.New(rand.NewPCG(1, 2))
+	for len(all) < 20<<20 {
+		p := make([]byte, rnd.IntN(100_000))
+		for i := range p {
+			p[i] = byte(rnd.Uint32())
+		}
+		all = append(all, p...)
+		if err := s.Append(1, p, window); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.Finish()
+	if got, want := s.Lost(), int64(len(all)-Held); got != want {
+		t.Errorf("lost %d, want %d", got, want)
+	}
+	if out := readAll(t, s); !bytes.Equal(out[1], all[len(all)-Held:]) {
+		t.Errorf("%d bytes held, or other ones", len(out[1]))
+	}
+	if out := readAll(t, s); !bytes.Equal(out[1], all[len(all)-Held:]) {
+		t.Error("a second replay differs")
+	}
+	if got, want := s.Lost(), int64(len(all)-Held); got != want {
+		t.Errorf("lost %d after reading, want %d", got, want)
+	}
+}
+
+// TestModel compares with a plain list of bytes: reads + lost = written, whatever the order of appends, reads,
+// detaches and restarts.
+func TestModel(t *testing.T) {
+	dir := t.TempDir()
+	rapid.Check(t, func(t *rapid.T) {
+		path := filepath.Join(dir, "out")
+		_ = os.Remove(path)
+		s, err := Create(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { s.Close() }()
+		var written, seen int64
+		var unacked int64
+		watch := func() { s.OnAck(func(n int) { unacked -= int64(n) }) }
+		watch()
+		var r *Reader
+		var at int64
+		for range rapid.IntRange(1, 60).Draw(t, "steps") {
+			switch rapid.IntRange(0, 5).Draw(t, "step") {
+			case 0, 1, 2:
+				n := rapid.IntRange(1, 3<<19).Draw(t, "bytes")
+				n = min(n, int(window-unacked))
+				if n <= 0 {
+					continue
+				}
+				p := make([]byte, n)
+				for i := range p {
+					p[i] = byte((written + int64(i)) * 31)
+				}
+				unacked += int64(n)
+				written += int64(n)
+				for len(p) > 0 {
+					k := min(len(p), rapid.SampledFrom([]int{1, 7, 4096, 1 << 20}).Draw(t, "piece"))
+					if k < 4096 {
+						k = min(len(p), k*50)
+					}
+					if err := s.Append(byte(1+len(p)%2), p[:k], window); err != nil {
+						t.Fatal(err)
+					}
+					p = p[k:]
+				}
+			case 3:
+				if r == nil {
+					if r, err = s.Attach(window); err != nil {
+						t.Fatal(err)
+					}
+					at = r.got
+				}
+				stop := make(chan struct{})
+				close(stop)
+				for range rapid.IntRange(1, 40).Draw(t, "reads") {
+					_, p, err := r.Next(stop)
+					if errors.Is(err, ErrClosed) {
+						break
+					}
+					if err != nil {
+						t.Fatal(err)
+					}
+					for i, b := range p {
+						if b != byte((at+int64(i))*31) {
+							t.Fatalf("byte %d is wrong", at+int64(i))
+						}
+					}
+					at += int64(len(p))
+					r.Consumed(len(p))
+					seen = max(seen, at)
+				}
+			case 4:
+				if r != nil {
+					r.Close()
+					r = nil
+				}
+			case 5:
+				s.Close()
+				if s, err = Open(path); err != nil {
+					t.Fatal(err)
+				}
+				watch()
+				r, unacked = nil, 0
+			}
+			if s.End() != written {
+				t.Fatalf("end %d, written %d", s.End(), written)
+			}
+			if r == nil && unacked != 0 {
+				t.Fatalf("%d bytes are not acknowledged though nobody reads", unacked)
+			}
+		}
+		if r != nil {
+			r.Close()
+		}
+		lost := s.Lost()
+		s.Finish()
+		out, err := s.Attach(window)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if fresh := written - max(seen, out.got); fresh+seen+lost != written && out.got > seen {
+			t.Fatalf("written %d, seen %d, still to read %d, lost %d", written, seen, fresh, lost)
+		}
+		if out.got <= seen && lost > written {
+			t.Fatal("lost more than was written")
+		}
+		out.Close()
+	})
+}
+
+// TestReaderHoldsTheProgram: with a reader attached nothing is lost, even when the program changes channel each byte.
+func TestReaderHoldsTheProgram(t *testing.T) {
+	s, err := Create(filepath.Join(t.TempDir(), "out"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	credit := make(chan int, 1<<20)
+	s.OnAck(func(n int) { credit <- n })
+	r, err := s.Attach(window)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const total = 12 << 20
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		defer s.Finish()
+		free := window
+		one := []byte{'x'}
+		for i := range total {
+			for free == 0 {
+				free += <-credit
+			}
+			n := 1
+			p := one
+			if i > 2<<20 { // then in larger pieces, to end sooner
+				break
+			}
+			if err := s.Append(byte(1+i%2), p, window); err != nil {
+				t.Error(err)
+				return
+			}
+			free -= n
+		}
+	})
+	var got int64
+	for {
+		_, p, err := r.Next(nil)
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		got += int64(len(p))
+		r.Consumed(len(p))
+	}
+	wg.Wait()
+	if got != s.End() || s.Lost() != 0 {
+		t.Errorf("read %d of %d, lost %d", got, s.End(), s.Lost())
+	}
+}
+
+func TestOneReader(t *testing.T) {
+	s, err := Create(filepath.Join(t.TempDir(), "out"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := s.Attach(window)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Attach(window); !errors.Is(err, ErrInUse) {
+		t.Fatalf("a second reader: %v", err)
+	}
+	r.Close()
+	r2, err := s.Attach(window)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := r.Next(nil); !errors.Is(err, ErrClosed) {
+		t.Fatalf("the first reader still reads: %v", err)
+	}
+	done := make(chan error)
+	go func() { _, _, err := r2.Next(nil); done <- err }()
+	s.Close()
+	if err := <-done; !errors.Is(err, ErrClosed) {
+		t.Fatalf("a waiting reader got %v", err)
+	}
+}
+
+func FuzzOpen(f *testing.F) {
+	f.Add([]byte(magic), []byte{1, 0, 0, 1, 'x'})
+	f.Fuzz(func(t *testing.T, head, ring []byte) {
+		path := filepath.Join(t.TempDir(), "out")
+		file := make([]byte, headerSize, headerSize+len(ring))
+		copy(file, head)
+		if err := os.WriteFile(path, append(file, ring...), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(path)
+		if err != nil {
+			return
+		}
+		defer s.Close()
+		s.Finish()
+		if r, err := s.Attach(window); err == nil {
+			for {
+				if _, p, err := r.Next(nil); err != nil {
+					break
+				} else {
+					r.Consumed(len(p))
+				}
+			}
+		}
+		_ = s.Append(1, []byte("more"), window)
+	})
+}
+
+func BenchmarkThrough(b *testing.B) {
+	s, err := Create(filepath.Join(b.TempDir(), "out"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer s.Close()
+	p := make([]byte, maxFrame)
+	r, _ := s.Attach(window)
+	b.SetBytes(int64(len(p)))
+	for b.Loop() {
+		if err := s.Append(1, p, window); err != nil {
+			b.Fatal(err)
+		}
+		_, q, err := r.Next(nil)
+		if err != nil {
+			b.Fatal(err)
+		}
+		r.Consumed(len(q))
+	}
+}
