@@ -155,14 +155,17 @@ type Image struct {
 }
 
 // FileEntry describes one path in a sandbox: type is file, dir, symlink or other; mode holds the low twelve bits.
+// A name that is not UTF-8 cannot stand in JSON: Name then shows U+FFFD for the odd bytes and NameBytes (base64 in JSON)
+// holds the real ones, by which the entry can be addressed.
 type FileEntry struct {
-	Name  string    `json:"name,omitempty"`
-	Type  string    `json:"type"`
-	Size  int64     `json:"size"`
-	Mode  uint32    `json:"mode"`
-	UID   uint32    `json:"uid"`
-	GID   uint32    `json:"gid"`
-	MTime time.Time `json:"mtime"`
+	Name      string    `json:"name,omitempty"`
+	NameBytes []byte    `json:"name_bytes,omitempty"`
+	Type      string    `json:"type"`
+	Size      int64     `json:"size"`
+	Mode      uint32    `json:"mode"`
+	UID       uint32    `json:"uid"`
+	GID       uint32    `json:"gid"`
+	MTime     time.Time `json:"mtime"`
 }
 
 // Size is a terminal's, in character cells.

@@ -40,12 +40,21 @@
 // command has ended, the agent keeps its exit until OpForget.
 package guest
 
-import "encoding/json"
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+)
 
 // Sizes, in bytes.
 const (
-	// MaxPayload bounds one frame. Data frames carry at most MaxData.
+	// MaxPayload bounds one frame; MaxOpen is the bound of an Open, which carries a command and its environment;
+	// a Data frame carries at most MaxData (and the channel byte).
 	MaxPayload = 256 << 10
+	MaxOpen    = 4 << 20
 	MaxData    = 64 << 10
 	// Window is the initial credit of each direction of each stream.
 	Window = 1 << 20
@@ -135,6 +144,87 @@ type Exit struct {
 	Signal int `json:"signal"`
 }
 
+// Path is a guest path: any bytes but NUL. JSON text cannot carry bytes that are not UTF-8, so those, and %, travel
+// as %XX.
+type Path string
+
+// MarshalText implements encoding.TextMarshaler.
+func (p Path) MarshalText() ([]byte, error) {
+	const digits = "0123456789ABCDEF"
+	out := make([]byte, 0, len(p)+8)
+	for i := 0; i < len(p); {
+		r, n := utf8.DecodeRuneInString(string(p[i:]))
+		if p[i] == '%' || r == utf8.RuneError && n == 1 {
+			out = append(out, '%', digits[p[i]>>4], digits[p[i]&15])
+		} else {
+			out = append(out, p[i:i+n]...)
+		}
+		i += n
+	}
+	return out, nil
+}
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (p *Path) UnmarshalText(text []byte) error {
+	out := make([]byte, 0, len(text))
+	for i := 0; i < len(text); i++ {
+		if text[i] != '%' {
+			out = append(out, text[i])
+			continue
+		}
+		if i+2 >= len(text) {
+			return errPath
+		}
+		b, err := strconv.ParseUint(string(text[i+1:i+3]), 16, 8)
+		if err != nil {
+			return errPath
+		}
+		out = append(out, byte(b))
+		i += 2
+	}
+	*p = Path(out)
+	return nil
+}
+
+var errPath = errors.New("a path holds a broken % escape")
+
+// Strings are arguments or environment entries: any bytes but NUL. They travel as base64 of each followed by NUL.
+type Strings []string
+
+// MarshalJSON implements json.Marshaler.
+func (s Strings) MarshalJSON() ([]byte, error) {
+	var block []byte
+	for _, e := range s {
+		if strings.IndexByte(e, 0) >= 0 {
+			return nil, errNUL
+		}
+		block = append(append(block, e...), 0)
+	}
+	out := make([]byte, base64.StdEncoding.EncodedLen(len(block))+2)
+	base64.StdEncoding.Encode(out[1:], block)
+	out[0], out[len(out)-1] = '"', '"'
+	return out, nil
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (s *Strings) UnmarshalJSON(text []byte) error {
+	var block []byte
+	if err := json.Unmarshal(text, &block); err != nil {
+		return err
+	}
+	*s = nil
+	if len(block) == 0 {
+		return nil
+	}
+	if block[len(block)-1] != 0 {
+		return errNUL
+	}
+	*s = strings.Split(string(block[:len(block)-1]), "\x00")
+	return nil
+}
+
+var errNUL = errors.New("an argument or environment entry holds a NUL byte, or a list of them is cut")
+
 // BootArgs prepares the guest. Files is keyed by absolute guest path (/etc/hostname, /etc/hosts, /etc/resolv.conf).
 // First says that this is the first start of these files: only then hosts and hostname are written; resolv.conf always.
 // Workdir is made (0755, owned by root) when it is missing. User must exist.
@@ -143,7 +233,7 @@ type BootArgs struct {
 	Files    map[string]string `json:"files,omitempty"`
 	First    bool              `json:"first,omitempty"`
 	User     string            `json:"user,omitempty"`
-	Workdir  string            `json:"workdir,omitempty"`
+	Workdir  Path              `json:"workdir,omitempty"`
 }
 
 // UserArgs names a user as images do: name, uid, or either with :group or :gid. Empty is root.
@@ -162,15 +252,15 @@ type UserHead struct {
 // ExecSpec is a command to start. ID is the host's, unique among the commands the agent holds. Env is complete but for
 // HOME and TERM, which the agent adds when they are missing (HOME from the guest's passwd, TERM=xterm for a tty).
 type ExecSpec struct {
-	ID      string   `json:"id"`
-	Argv    []string `json:"argv"`
-	Env     []string `json:"env,omitempty"`
-	Workdir string   `json:"workdir,omitempty"` // default /
-	User    string   `json:"user,omitempty"`
-	Stdin   bool     `json:"stdin,omitempty"` // false: /dev/null
-	TTY     bool     `json:"tty,omitempty"`
-	Rows    uint16   `json:"rows,omitempty"`
-	Cols    uint16   `json:"cols,omitempty"`
+	ID      string  `json:"id"`
+	Argv    Strings `json:"argv"`
+	Env     Strings `json:"env,omitempty"`
+	Workdir Path    `json:"workdir,omitempty"` // default /
+	User    string  `json:"user,omitempty"`
+	Stdin   bool    `json:"stdin,omitempty"` // false: /dev/null
+	TTY     bool    `json:"tty,omitempty"`
+	Rows    uint16  `json:"rows,omitempty"`
+	Cols    uint16  `json:"cols,omitempty"`
 }
 
 // ExecHead answers exec and resume. StdinBytes is how much input the agent has taken so far.
@@ -221,13 +311,13 @@ type StopArgs struct {
 
 // PathArgs names one absolute path.
 type PathArgs struct {
-	Path string `json:"path"`
+	Path Path `json:"path"`
 }
 
 // PutArgs describes a file to write: temporary name in the target's directory, fsync, rename. Size is exact: fewer
 // bytes before EOF fail the write. Mode is permission bits, 0644 when nil.
 type PutArgs struct {
-	Path    string  `json:"path"`
+	Path    Path    `json:"path"`
 	Size    int64   `json:"size"`
 	Mode    *uint32 `json:"mode,omitempty"`
 	User    string  `json:"user,omitempty"`
@@ -236,7 +326,7 @@ type PutArgs struct {
 
 // MkdirArgs describes a directory to make. Mode is permission bits, 0755 when nil, and ignores the umask.
 type MkdirArgs struct {
-	Path    string  `json:"path"`
+	Path    Path    `json:"path"`
 	Mode    *uint32 `json:"mode,omitempty"`
 	User    string  `json:"user,omitempty"`
 	Parents bool    `json:"parents,omitempty"`
@@ -244,13 +334,13 @@ type MkdirArgs struct {
 
 // RemoveArgs names what to remove; User is whose rights count.
 type RemoveArgs struct {
-	Path      string `json:"path"`
+	Path      Path   `json:"path"`
 	Recursive bool   `json:"recursive,omitempty"`
 	User      string `json:"user,omitempty"`
 }
 
 // UntarArgs says where a tar goes and who owns every entry.
 type UntarArgs struct {
-	Path string `json:"path"`
+	Path Path   `json:"path"`
 	User string `json:"user,omitempty"`
 }
