@@ -52,6 +52,7 @@ type Spool struct {
 	st       state
 	lastLen  int // payload of the frame at st.Last, when it may grow
 	lastChan byte
+	scratch  []byte
 	acked    int64
 	ended    bool
 	closed   bool
@@ -157,21 +158,23 @@ func (s *Spool) append(channel byte, p []byte) error {
 		st.First = end
 		st.Tail += frameHead + int64(n)
 	}
-	at, length := st.Head, len(p)
+	length := len(p)
 	if grow {
 		length += s.lastLen
+		if err := s.writeRing(st.Head, p); err != nil {
+			return err
+		}
+		if err := s.writeRing(st.Last, binary.BigEndian.AppendUint32(nil, uint32(channel)<<24|uint32(length))); err != nil {
+			return err
+		}
 	} else {
+		s.scratch = binary.BigEndian.AppendUint32(s.scratch[:0], uint32(channel)<<24|uint32(length))
+		s.scratch = append(s.scratch, p...)
+		if err := s.writeRing(st.Head, s.scratch); err != nil {
+			return err
+		}
 		st.Last = st.Head
-		at += frameHead
 		st.Head += frameHead
-	}
-	if err := s.writeRing(at, p); err != nil {
-		return err
-	}
-	var h [frameHead]byte
-	binary.BigEndian.PutUint32(h[:], uint32(channel)<<24|uint32(length))
-	if err := s.writeRing(st.Last, h[:]); err != nil {
-		return err
 	}
 	st.Head += int64(len(p))
 	st.End += int64(len(p))
