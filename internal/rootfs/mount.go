@@ -1,0 +1,347 @@
+//go:build linux
+
+package rootfs
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	detachTimeout = 5 * time.Second
+	busyTimeout   = 3 * time.Second // for a mount whose last user is just ending
+	repairTimeout = 10 * time.Minute
+)
+
+const (
+	// noinit_itable: the kernel would write zeros into inode tables that are holes, 160 MB for a disk of 10 GiB.
+	// discard: what the guest removes goes back to the host.
+	diskOptions = "discard,noinit_itable,errors=remount-ro"
+	// redirect_dir: without it rename(2) of a directory of the image fails with EXDEV, which npm and others do not expect.
+	// index, metacopy and xino off: they tie the disk to one mounting of the layers, trust more of it, or give inode
+	// numbers above 2^53, which JavaScript cannot tell apart.
+	overlayOptions = "redirect_dir=on,index=off,metacopy=off,xino=off"
+)
+
+// Mount makes sandboxDir/rootfs the writable union of the layers below the sandbox's disk, and returns its path. layers
+// are names of directories in layersDir, topmost first, at most MaxLayers. A disk that was not unmounted cleanly is repaired
+// first. A root that is mounted already is left as it is. On failure nothing stays mounted.
+func (m *Manager) Mount(ctx context.Context, sandboxDir, layersDir string, layers []string) (root string, err error) {
+	root = filepath.Join(sandboxDir, rootDir)
+	if mounted, err := m.Mounted(sandboxDir); err != nil || mounted {
+		return root, err
+	}
+	if len(layers) == 0 || len(layers) > MaxLayers {
+		return "", fmt.Errorf("mount root: %d layers, want 1 to %d", len(layers), MaxLayers)
+	}
+	// What a killed daemon left half mounted goes first; two mounts of one disk would destroy it.
+	if err := m.Unmount(ctx, sandboxDir); err != nil {
+		return "", err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.Unmount(context.WithoutCancel(ctx), sandboxDir))
+		}
+	}()
+	if err := m.mountDisk(ctx, sandboxDir); err != nil {
+		return "", fmt.Errorf("mount the sandbox's disk: %w", err)
+	}
+	if err := mountOverlay(sandboxDir, layersDir, layers); err != nil {
+		return "", fmt.Errorf("mount the sandbox's root: %w", err)
+	}
+	return root, nil
+}
+
+func (m *Manager) mountDisk(ctx context.Context, sandboxDir string) error {
+	file, dir := filepath.Join(sandboxDir, diskFile), filepath.Join(sandboxDir, diskDir)
+	if err := m.repair(ctx, file); err != nil {
+		return err
+	}
+	loop, err := attach(ctx, file)
+	if err != nil {
+		return err
+	}
+	defer loop.Close()
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	// Host users must not meet the guest's set-uid programs and devices here; the overlay has flags of its own.
+	if err := unix.Mount(loop.Name(), dir, "ext4", unix.MS_NOATIME|unix.MS_NOSUID|unix.MS_NODEV, diskOptions); err != nil {
+		return fmt.Errorf("mount ext4: %w", err)
+	}
+	if err := unix.Mount("", dir, "", unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make the mount private: %w", err)
+	}
+	for name, mode := range map[string]fs.FileMode{"upper": 0o755, "work": 0o700} { // the guest's / has the mode of upper
+		path := filepath.Join(dir, name)
+		if err := os.Mkdir(path, mode); errors.Is(err, fs.ErrExist) {
+			continue
+		} else if err != nil {
+			return err
+		}
+		if err := os.Chmod(path, mode); err != nil { // whatever the umask
+			return err
+		}
+	}
+	return nil
+}
+
+// mountOverlay names every directory by an open descriptor, /proc/self/fd/N: that is short enough for 127 layers in the one
+// page of options the kernel takes, whatever characters the paths hold, and each name is checked as it is opened.
+func mountOverlay(sandboxDir, layersDir string, layers []string) error {
+	var fds []int
+	defer func() {
+		for _, fd := range fds {
+			_ = unix.Close(fd)
+		}
+	}()
+	open := func(path string) (string, error) {
+		fd, err := unix.Open(path, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return "", &fs.PathError{Op: "open", Path: path, Err: err}
+		}
+		fds = append(fds, fd)
+		return "/proc/self/fd/" + strconv.Itoa(fd), nil
+	}
+	lower := make([]string, len(layers))
+	for i, name := range layers {
+		if !filepath.IsLocal(name) {
+			return fmt.Errorf("layer name %q leaves the directory of layers", name)
+		}
+		var err error
+		if lower[i], err = open(filepath.Join(layersDir, name)); err != nil {
+			return fmt.Errorf("layer %d: %w", i, err)
+		}
+	}
+	upper, err := open(filepath.Join(sandboxDir, diskDir, "upper"))
+	if err != nil {
+		return err
+	}
+	work, err := open(filepath.Join(sandboxDir, diskDir, "work"))
+	if err != nil {
+		return err
+	}
+	options := "lowerdir=" + strings.Join(lower, ":") + ",upperdir=" + upper + ",workdir=" + work + "," + overlayOptions
+	if len(options) >= os.Getpagesize() {
+		return fmt.Errorf("%d layers need %d bytes of mount options", len(layers), len(options)) // descriptors of 7 digits
+	}
+	root := filepath.Join(sandboxDir, rootDir)
+	if err := os.Mkdir(root, 0o755); err != nil {
+		return err
+	}
+	if err := unix.Mount("shard", root, "overlay", unix.MS_NOATIME, options); err != nil {
+		return fmt.Errorf("mount overlay of %d layers: %w", len(layers), err)
+	}
+	return unix.Mount("", root, "", unix.MS_PRIVATE, "")
+}
+
+// repair runs e2fsck on a disk whose superblock does not say that it was left clean.
+func (m *Manager) repair(ctx context.Context, file string) error {
+	clean, err := isClean(file)
+	if err != nil || clean {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, repairTimeout)
+	defer cancel()
+	// -p repairs what can lose nothing. If that is not enough, a repaired disk with something in lost+found is better
+	// than a sandbox that never starts again.
+	for _, mode := range []string{"-p", "-y"} {
+		out, err := exec.CommandContext(ctx, "e2fsck", mode, file).CombinedOutput()
+		exit, failed := errors.AsType[*exec.ExitError](err)
+		switch {
+		case err == nil || failed && exit.ExitCode() > 0 && exit.ExitCode() < 4: // 1, 2: repaired
+			m.log.Warn("a disk was not unmounted cleanly and has been checked", "disk", file, "mode", mode, "result", clip(out))
+			return nil
+		case failed && exit.ExitCode() == 4 && mode == "-p": // damage left
+			m.log.Warn("a disk is damaged beyond a safe repair", "disk", file, "result", clip(out))
+		default:
+			return fmt.Errorf("e2fsck %s: %w: %s", mode, err, clip(out))
+		}
+	}
+	return nil
+}
+
+// isClean reads the state that ext4 clears while it is mounted.
+func isClean(file string) (bool, error) {
+	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	const superblock, magicAt, stateAt, validState = 1024, 0x38, 0x3A, 1
+	var b [stateAt + 2]byte
+	if _, err := f.ReadAt(b[:], superblock); err != nil {
+		return false, fmt.Errorf("read the disk's superblock: %w", err)
+	}
+	return b[magicAt] == 0x53 && b[magicAt+1] == 0xEF && b[stateAt] == validState, nil
+}
+
+// Unmount takes the root and its disk down, writes everything to the disk file, and frees the loop device. It works on
+// whatever it finds, also after a restart of the daemon, and when there is nothing to do. Writing back what the guest
+// left unwritten can take as long as the host's disk needs; ctx bounds the waits for users of the mounts.
+func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
+	for _, name := range []string{rootDir, diskDir} {
+		path := filepath.Join(sandboxDir, name)
+		if err := m.unmountPoint(ctx, path); err != nil {
+			return err
+		}
+		// Removing the mount point also takes the mount out of other namespaces that inherited a copy of it.
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove the mount point: %w", err)
+		}
+	}
+	err := awaitDetached(ctx, filepath.Join(sandboxDir, diskFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// unmountPoint removes every mount on path and below it.
+func (m *Manager) unmountPoint(ctx context.Context, path string) error {
+	ctx, cancel := context.WithTimeout(ctx, busyTimeout)
+	defer cancel()
+	for {
+		err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
+		switch {
+		case err == nil: // there may be another one below it
+			continue
+		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT):
+			return nil
+		case !errors.Is(err, unix.EBUSY):
+			return &fs.PathError{Op: "unmount", Path: path, Err: err}
+		}
+		inner, err := mountsBelow(path)
+		if err != nil {
+			return err
+		}
+		for _, at := range slices.Backward(inner) { // the one at path itself is tried again above
+			_ = unix.Unmount(at, unix.UMOUNT_NOFOLLOW)
+		}
+		if pause(ctx, 10*time.Millisecond) == nil {
+			continue
+		}
+		// A process on the host sits in it. The mount leaves the tree now and its disk is freed with its last user; until
+		// then awaitDetached refuses to say that all is well.
+		m.log.Warn("a mount stayed in use and was detached lazily", "path", path)
+		syncFS(path)
+		if err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW|unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+			return &fs.PathError{Op: "detach", Path: path, Err: err}
+		}
+	}
+}
+
+func syncFS(path string) {
+	if fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err == nil {
+		_ = unix.Syncfs(fd)
+		_ = unix.Close(fd)
+	}
+}
+
+// Mounted says whether the sandbox's writable root is mounted.
+func (m *Manager) Mounted(sandboxDir string) (bool, error) {
+	var st unix.Statfs_t
+	err := unix.Statfs(filepath.Join(sandboxDir, rootDir), &st)
+	if errors.Is(err, unix.ENOENT) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look up the sandbox's root: %w", err)
+	}
+	if st.Type != unix.OVERLAYFS_SUPER_MAGIC {
+		return false, nil
+	}
+	// The root itself may lie on an overlay (a daemon in a container): a mount has a device of its own.
+	var dir, root unix.Stat_t
+	if err := errors.Join(unix.Stat(sandboxDir, &dir), unix.Stat(filepath.Join(sandboxDir, rootDir), &root)); err != nil {
+		return false, fmt.Errorf("look up the sandbox's root: %w", err)
+	}
+	return dir.Dev != root.Dev, nil
+}
+
+// Sweep unmounts, after a crash, every root and disk below the Manager's directory whose sandbox keep does not want. It
+// goes on after a failure and joins the errors.
+func (m *Manager) Sweep(ctx context.Context, keep func(sandboxDir string) bool) error {
+	dir, err := filepath.EvalSymlinks(m.dir)
+	if err != nil {
+		return fmt.Errorf("sweep mounts: %w", err)
+	}
+	mounts, err := mountsBelow(dir)
+	if err != nil {
+		return err
+	}
+	seen := map[string]bool{}
+	var errs []error
+	for _, at := range mounts {
+		sandboxDir, name := filepath.Split(at)
+		sandboxDir = filepath.Clean(sandboxDir)
+		if (name != rootDir && name != diskDir) || seen[sandboxDir] {
+			continue
+		}
+		seen[sandboxDir] = true
+		if rel, err := filepath.Rel(dir, sandboxDir); err != nil || keep(filepath.Join(m.dir, rel)) {
+			continue
+		}
+		if err := m.Unmount(ctx, sandboxDir); err != nil {
+			errs = append(errs, fmt.Errorf("sweep %s: %w", sandboxDir, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// mountsBelow lists the mount points at and below path, in the order in which they were mounted.
+func mountsBelow(path string) ([]string, error) {
+	path, err := filepath.EvalSymlinks(path) // as the kernel writes it
+	if err != nil {
+		return nil, fmt.Errorf("look for mounts: %w", err)
+	}
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	var list []string
+	lines := bufio.NewScanner(f)
+	lines.Buffer(nil, 1<<20) // an overlay's line is long
+	for lines.Scan() {
+		fields := strings.Fields(lines.Text())
+		if len(fields) < 5 {
+			continue
+		}
+		if at := unescape(fields[4]); at == path || strings.HasPrefix(at, strings.TrimSuffix(path, "/")+"/") {
+			list = append(list, at)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("read the mount table: %w", err)
+	}
+	return list, nil
+}
+
+// unescape undoes the \ooo with which the kernel writes spaces, tabs, newlines and backslashes.
+func unescape(s string) string {
+	var b strings.Builder
+	for i := 0; i < len(s); i++ {
+		if s[i] == '\\' && i+3 < len(s) {
+			if n, err := strconv.ParseUint(s[i+1:i+4], 8, 8); err == nil {
+				b.WriteByte(byte(n))
+				i += 3
+				continue
+			}
+		}
+		b.WriteByte(s[i])
+	}
+	return b.String()
+}
