@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"sync"
 )
@@ -46,9 +47,10 @@ type state struct {
 
 // Spool is the held output of one command. One goroutine appends; any may use the rest.
 type Spool struct {
-	f *os.File
+	path string
 
 	mu       sync.Mutex
+	f        *os.File // nil until the first byte: most commands write little or nothing
 	st       state
 	lastLen  int // payload of the frame at st.Last, when it may grow
 	lastChan byte
@@ -62,23 +64,20 @@ type Spool struct {
 	ack      func(n int)
 }
 
-// Create makes the file at path.
-func Create(path string) (*Spool, error) {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("make the file of held output: %w", err)
-	}
-	s := &Spool{f: f, changed: make(chan struct{})}
-	return s, nil
-}
+// New makes an empty spool. The file at path comes with the first byte of output.
+func New(path string) *Spool { return &Spool{path: path, changed: make(chan struct{})} }
 
-// Open takes up a file that an earlier daemon wrote.
+// Open takes up a file that an earlier daemon wrote; where there is none, nothing was written.
 func Open(path string) (*Spool, error) {
+	s := New(path)
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
+	if errors.Is(err, fs.ErrNotExist) {
+		return s, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("open the file of held output: %w", err)
 	}
-	s := &Spool{f: f, changed: make(chan struct{})}
+	s.f = f
 	var b [8 + 8*8]byte
 	switch _, err := f.ReadAt(b[:], 0); {
 	case err == io.EOF: // nothing was ever appended
@@ -135,6 +134,13 @@ func (s *Spool) Append(channel byte, p []byte, window int) error {
 }
 
 func (s *Spool) append(channel byte, p []byte) error {
+	if s.f == nil {
+		f, err := os.OpenFile(s.path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return fmt.Errorf("make the file of held output: %w", err)
+		}
+		s.f = f
+	}
 	st := s.st
 	grow := s.lastLen > 0 && s.lastChan == channel && s.lastLen+len(p) <= maxFrame
 	need := int64(len(p))
@@ -301,6 +307,9 @@ func (s *Spool) Close() error {
 	}
 	s.closed = true
 	s.wake()
+	if s.f == nil {
+		return nil
+	}
 	return s.f.Close()
 }
 
@@ -389,7 +398,7 @@ func (r *Reader) Consumed(n int) {
 	s.st.Seen = max(s.st.Seen, r.got)
 	tell := func() {}
 	if s.reader == r && !s.closed {
-		if s.st.End > 0 {
+		if s.f != nil {
 			if err := s.writeHeader(s.st); err != nil && s.failed == nil {
 				s.failed = err
 			}

@@ -36,10 +36,7 @@ func readAll(t testing.TB, s *Spool) (out [3][]byte) {
 
 // TestNewestAreKept: without a reader exactly the newest Held bytes stay, and every other byte is counted.
 func TestNewestAreKept(t *testing.T) {
-	s, err := Create(filepath.Join(t.TempDir(), "out"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := New(filepath.Join(t.TempDir(), "out"))
 	defer s.Close()
 	var all []byte
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -75,10 +72,7 @@ func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		path := filepath.Join(dir, "out")
 		_ = os.Remove(path)
-		s, err := Create(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		s := New(path)
 		defer func() { s.Close() }()
 		var written, seen, received int64
 		var unacked int64
@@ -112,6 +106,7 @@ func TestModel(t *testing.T) {
 				}
 			case 3:
 				if r == nil {
+					var err error
 					if r, err = s.Attach(window); err != nil {
 						t.Fatal(err)
 					}
@@ -144,6 +139,7 @@ func TestModel(t *testing.T) {
 				}
 			case 5:
 				s.Close()
+				var err error
 				if s, err = Open(path); err != nil {
 					t.Fatal(err)
 				}
@@ -176,10 +172,7 @@ func TestModel(t *testing.T) {
 // TestReaderHoldsTheProgram: with a reader attached nothing is lost, even when the program changes channel each byte and
 // the reader begins only when the program has come to a halt.
 func TestReaderHoldsTheProgram(t *testing.T) {
-	s, err := Create(filepath.Join(t.TempDir(), "out"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := New(filepath.Join(t.TempDir(), "out"))
 	defer s.Close()
 	free := window // only the program's goroutine, and whoever it waits for, touch it
 	s.OnAck(func(n int) { free += n })
@@ -219,10 +212,7 @@ func TestReaderHoldsTheProgram(t *testing.T) {
 }
 
 func TestOneReader(t *testing.T) {
-	s, err := Create(filepath.Join(t.TempDir(), "out"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := New(filepath.Join(t.TempDir(), "out"))
 	r, err := s.Attach(window)
 	if err != nil {
 		t.Fatal(err)
@@ -275,10 +265,7 @@ func FuzzOpen(f *testing.F) {
 }
 
 func BenchmarkThrough(b *testing.B) {
-	s, err := Create(filepath.Join(b.TempDir(), "out"))
-	if err != nil {
-		b.Fatal(err)
-	}
+	s := New(filepath.Join(b.TempDir(), "out"))
 	defer s.Close()
 	p := make([]byte, maxFrame)
 	r, _ := s.Attach(window)
