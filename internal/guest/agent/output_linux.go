@@ -1,0 +1,270 @@
+package agent
+
+import (
+	"os"
+	"sort"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard/internal/guest"
+)
+
+const (
+	// After a command has ended, what it wrote itself is in its pipes and is read whatever it takes. A process that it
+	// left behind may hold the pipes open: it is heard until it is silent for drainQuiet, at most drainMost in all.
+	drainQuiet = 200 * time.Millisecond
+	drainMost  = 2 * time.Second
+
+	smallSlab = 4 << 10
+	largeSlab = guest.MaxData
+	maxPieces = 8 << 10
+	largePipe = 256 << 10 // more would eat the kernel's budget of pipe pages, which all sandboxes share
+)
+
+// piece is output of one channel, contiguous in memory, and its offset.
+type piece struct {
+	offset  int64
+	channel byte
+	data    []byte
+}
+
+// output is what a command has written and the host does not hold yet, at most guest.Window bytes, in the order in
+// which it was read. The lock comes before a request's. Offsets count the bytes of both channels.
+type output struct {
+	mu       sync.Mutex
+	cond     sync.Cond
+	pieces   []piece
+	base     int64 // what the host holds: the offset of the first piece
+	end      int64 // the offset behind the last piece
+	reserved int   // room that readers have taken for a read in progress
+	readers  int   // channels not at their end
+	files    []*os.File
+	ended    time.Time // when the command ended; zero before
+	exit     guest.Exit
+	sender   *request // the stream that the output goes to
+	sent     int64    // by sender; base ≤ sent ≤ end
+}
+
+// follow reads f until its end and appends what comes to the output.
+func (o *output) follow(f *os.File, channel byte) {
+	defer func() {
+		f.Close()
+		o.mu.Lock()
+		o.readers--
+		o.cond.Broadcast()
+		o.mu.Unlock()
+	}()
+	var slab []byte
+	size := smallSlab
+	must := -1 // after the end of the command: bytes that it surely wrote itself and that were not read yet
+	for {
+		if cap(slab)-len(slab) < size/8 {
+			slab = make([]byte, 0, size)
+		}
+		room, ended := o.reserve(cap(slab) - len(slab))
+		if !ended.IsZero() {
+			if must < 0 {
+				must = buffered(f)
+			}
+			if must == 0 && time.Since(ended) > drainMost {
+				o.append(channel, nil, room)
+				return
+			}
+			f.SetReadDeadline(time.Now().Add(drainQuiet))
+		}
+		free := slab[len(slab) : len(slab)+room]
+		n, err := f.Read(free)
+		if os.IsTimeout(err) {
+			if ended.IsZero() {
+				o.append(channel, nil, room) // the command has just ended: read on under the rules above
+				continue
+			}
+			n, err = readNow(f, free) // the deadline may have passed without a look
+		}
+		slab = slab[:len(slab)+max(n, 0)]
+		o.append(channel, free[:max(n, 0)], room)
+		if n <= 0 || err != nil {
+			return
+		}
+		if must > 0 {
+			must = max(must-n, 0)
+		}
+		if len(slab) == cap(slab) && size == smallSlab {
+			size = largeSlab
+			grow(f)
+		}
+	}
+}
+
+// grow makes f's pipe larger, for a command that writes much; it is no error if the kernel will not.
+func grow(f *os.File) {
+	if raw, err := f.SyscallConn(); err == nil {
+		_ = raw.Control(func(fd uintptr) { _, _ = unix.FcntlInt(fd, unix.F_SETPIPE_SZ, largePipe) })
+	}
+}
+
+// buffered is how many bytes wait in f.
+func buffered(f *os.File) (n int) {
+	if raw, err := f.SyscallConn(); err == nil {
+		_ = raw.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
+	}
+	return n
+}
+
+// readNow reads what is there without waiting; 0 bytes when nothing is.
+func readNow(f *os.File, p []byte) (n int, err error) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	err2 := raw.Control(func(fd uintptr) { n, err = unix.Read(int(fd), p) })
+	if err == nil {
+		err = err2
+	}
+	return n, err
+}
+
+// reserve waits for room of at most n bytes and takes it.
+func (o *output) reserve(n int) (room int, ended time.Time) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for {
+		if room = guest.Window - int(o.end-o.base) - o.reserved; room > 0 && len(o.pieces) < maxPieces {
+			room = min(room, n)
+			o.reserved += room
+			return room, o.ended
+		}
+		o.cond.Wait()
+	}
+}
+
+// append adds p and gives the reserved room back.
+func (o *output) append(channel byte, p []byte, reserved int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.reserved -= reserved
+	if len(p) > 0 {
+		if last := len(o.pieces) - 1; last >= 0 && continues(o.pieces[last], channel, p) {
+			d := o.pieces[last].data
+			o.pieces[last].data = d[:len(d)+len(p)]
+		} else {
+			o.pieces = append(o.pieces, piece{o.end, channel, p})
+		}
+		o.end += int64(len(p))
+	}
+	o.cond.Broadcast()
+}
+
+// continues says whether p lies right behind last in the same slab.
+func continues(last piece, channel byte, p []byte) bool {
+	n := len(last.data)
+	return last.channel == channel && cap(last.data) >= n+len(p) && &last.data[:n+1][n] == &p[0]
+}
+
+// ack drops n bytes that the host holds now.
+func (o *output) ack(n int) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.base+int64(n) > o.sent {
+		return errProtocol
+	}
+	o.drop(n)
+	return nil
+}
+
+// drop forgets the first n bytes. The caller holds mu.
+func (o *output) drop(n int) {
+	o.base += int64(n)
+	i := 0
+	for n > 0 {
+		p := &o.pieces[i]
+		if n < len(p.data) {
+			p.data = p.data[n:]
+			p.offset += int64(n)
+			break
+		}
+		n -= len(p.data)
+		*p = piece{}
+		i++
+	}
+	o.pieces = o.pieces[i:]
+	if len(o.pieces) == 0 {
+		o.pieces = nil
+	}
+	o.cond.Broadcast()
+}
+
+// attach makes r the sender of what lies behind offset; the host holds what lies before.
+func (o *output) attach(r *request, offset int64) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if offset < o.base || offset > o.end {
+		return false
+	}
+	o.drop(int(offset - o.base))
+	o.sent, o.sender = offset, r
+	r.mu.Lock()
+	r.out = o
+	r.mu.Unlock()
+	return true
+}
+
+// next waits for bytes to send; nil and an exit when all was sent and the command has ended, errGone when r is no
+// longer the sender.
+func (o *output) next(r *request) (piece, *guest.Exit, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for {
+		select {
+		case <-r.gone:
+			return piece{}, nil, errGone
+		default:
+		}
+		if o.sender != r {
+			return piece{}, nil, errGone
+		}
+		if o.sent < o.end {
+			p := o.pieces[sort.Search(len(o.pieces), func(i int) bool { return o.pieces[i].offset > o.sent })-1]
+			skip := int(o.sent - p.offset)
+			p.data = p.data[skip:min(len(p.data), skip+guest.MaxData)]
+			o.sent += int64(len(p.data))
+			return p, nil, nil
+		}
+		if !o.ended.IsZero() && o.readers == 0 {
+			exit := o.exit
+			return piece{}, &exit, nil
+		}
+		o.cond.Wait()
+	}
+}
+
+// finish notes how the command ended and makes its readers drain what is left.
+func (o *output) finish(exit guest.Exit) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.exit, o.ended = exit, time.Now()
+	for _, f := range o.files {
+		f.SetReadDeadline(time.Unix(1, 0)) // before any reader can see ended and set its own
+	}
+	o.cond.Broadcast()
+}
+
+// wake makes next look again.
+func (o *output) wake() {
+	o.mu.Lock()
+	o.cond.Broadcast()
+	o.mu.Unlock()
+}
+
+// done says how the command ended, nil while it runs or output is left to read.
+func (o *output) done() *guest.Exit {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.ended.IsZero() || o.readers > 0 {
+		return nil
+	}
+	exit := o.exit
+	return &exit
+}

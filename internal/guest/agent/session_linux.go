@@ -1,0 +1,311 @@
+package agent
+
+import (
+	"bufio"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/guest"
+)
+
+const (
+	maxStreams  = 1024 // open at once in one session
+	maxFileOps  = 64   // file operations that run at once; more wait
+	readBuffer  = 4 << 10
+	frameHeader = 9
+)
+
+var (
+	errProtocol = errors.New("the host broke the protocol")
+	errHello    = errors.New("a new hello on the same channel")
+)
+
+// conn is one byte channel to the host. Sessions may follow each other on it.
+type conn struct {
+	f   *os.File
+	raw syscall.RawConn
+	r   *bufio.Reader
+
+	mu     sync.Mutex // held over each frame's write: frames are never mixed
+	cur    *session   // whose frames may be written
+	header [frameHeader + 1]byte
+	iov    [2][]byte
+}
+
+// newConn makes a channel of a connected stream socket, which it owns from then on.
+func newConn(fd int) (*conn, error) {
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	f := os.NewFile(uintptr(fd), "channel")
+	raw, err := f.SyscallConn()
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return &conn{f: f, raw: raw, r: bufio.NewReaderSize(f, readBuffer)}, nil
+}
+
+// readHello drops bytes until the host's magic, and returns what follows it.
+func (c *conn) readHello() (token [guest.TokenSize]byte, epoch [guest.EpochSize]byte, err error) {
+	for matched := 0; matched < len(guest.HostMagic); {
+		b, err := c.r.ReadByte()
+		switch {
+		case err != nil:
+			return token, epoch, err
+		case b == guest.HostMagic[matched]:
+			matched++
+		case b == guest.HostMagic[0]: // the only place in the magic with this byte
+			matched = 1
+		default:
+			matched = 0
+		}
+	}
+	if _, err = io.ReadFull(c.r, token[:]); err == nil {
+		_, err = io.ReadFull(c.r, epoch[:])
+	}
+	return token, epoch, err
+}
+
+// write sends one frame of s, or fails when s is no longer the channel's session.
+func (c *conn) write(s *session, t guest.Type, stream uint32, channel byte, payload []byte) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.cur != s {
+		return errGone
+	}
+	head := c.header[:frameHeader]
+	n := len(payload)
+	if channel != 0 {
+		head = c.header[:]
+		head[frameHeader] = channel
+		n++
+	}
+	binary.BigEndian.PutUint32(head, uint32(n))
+	head[4] = byte(t)
+	binary.BigEndian.PutUint32(head[5:], stream)
+	return c.writev(head, payload)
+}
+
+// writev writes both slices. The caller holds mu.
+func (c *conn) writev(head, payload []byte) error {
+	c.iov[0], c.iov[1] = head, payload
+	var failed error
+	err := c.raw.Write(func(fd uintptr) bool {
+		for len(c.iov[0])+len(c.iov[1]) > 0 {
+			bufs := c.iov[:]
+			if len(bufs[0]) == 0 {
+				bufs = bufs[1:]
+			}
+			if len(bufs[len(bufs)-1]) == 0 {
+				bufs = bufs[:len(bufs)-1]
+			}
+			n, err := unix.Writev(int(fd), bufs)
+			switch {
+			case err == unix.EAGAIN:
+				return false
+			case err == unix.EINTR:
+				continue
+			case err != nil:
+				failed = err
+				return true
+			}
+			first := min(n, len(c.iov[0]))
+			c.iov[0] = c.iov[0][first:]
+			c.iov[1] = c.iov[1][n-first:]
+		}
+		return true
+	})
+	c.iov[0], c.iov[1] = nil, nil
+	if failed != nil {
+		err = failed
+	}
+	return err
+}
+
+// session is the time between one hello and the next, or the loss of the channel.
+type session struct {
+	a    *agent
+	c    *conn
+	slot chan struct{} // one for each file operation that runs
+
+	mu      sync.Mutex
+	streams map[uint32]*request
+	last    uint32 // the highest stream id so far: ids only grow, so none is used twice
+	lost    bool
+}
+
+func newSession(a *agent, c *conn) *session {
+	return &session{a: a, c: c, slot: make(chan struct{}, maxFileOps), streams: map[uint32]*request{}}
+}
+
+// run reads frames until the channel ends or the host breaks the protocol. It never waits for anything but the next
+// frame: what could block runs in the handlers' goroutines.
+func (s *session) run() error {
+	for {
+		head, err := s.c.r.Peek(frameHeader)
+		if err != nil {
+			return err
+		}
+		if string(head[:len(guest.HostMagic)]) == guest.HostMagic {
+			return errHello
+		}
+		size, t, id := int(binary.BigEndian.Uint32(head)), guest.Type(head[4]), binary.BigEndian.Uint32(head[5:])
+		most := 0
+		switch t {
+		case guest.TypeOpen:
+			most = guest.MaxOpen
+		case guest.TypeData:
+			most = guest.MaxData
+		case guest.TypeCredit:
+			most = 4
+		case guest.TypeEOF, guest.TypeReset:
+		default:
+			return errProtocol
+		}
+		if size > most || t == guest.TypeCredit && size != 4 {
+			return errProtocol
+		}
+		s.c.r.Discard(frameHeader)
+		payload := make([]byte, size)
+		if _, err := io.ReadFull(s.c.r, payload); err != nil {
+			return err
+		}
+		if err := s.take(t, id, payload); err != nil {
+			return err
+		}
+	}
+}
+
+// take handles one frame.
+func (s *session) take(t guest.Type, id uint32, payload []byte) error {
+	if t == guest.TypeOpen {
+		return s.open(id, payload)
+	}
+	s.mu.Lock()
+	r, known := s.streams[id], id <= s.last
+	s.mu.Unlock()
+	if !known {
+		return errProtocol
+	}
+	if r == nil {
+		return nil // the frame crossed our Done
+	}
+	switch t {
+	case guest.TypeData:
+		return r.inbox().push(r, payload)
+	case guest.TypeCredit:
+		n := binary.BigEndian.Uint32(payload)
+		if n > guest.Window {
+			return errProtocol
+		}
+		return r.addCredit(int(n))
+	case guest.TypeEOF:
+		r.inbox().pushEOF(r)
+	case guest.TypeReset:
+		r.end()
+	}
+	return nil
+}
+
+// open starts the handler of a new stream.
+func (s *session) open(id uint32, payload []byte) error {
+	var open guest.Open
+	if err := json.Unmarshal(payload, &open); err != nil {
+		return errProtocol
+	}
+	r := &request{s: s, id: id, op: open.Op, args: open.Args, gone: make(chan struct{}), credit: guest.Window}
+	r.cond.L = &r.mu
+	r.in = newInbox(r)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.lost || id <= s.last || len(s.streams) >= maxStreams {
+		return errProtocol
+	}
+	s.last = id
+	s.streams[id] = r
+	go s.handle(r)
+	return nil
+}
+
+func (s *session) handle(r *request) {
+	if h, ok := s.a.ops[r.op]; ok {
+		done, err := h(r)
+		r.finish(done, err)
+		return
+	}
+	h, ok := handlers[r.op]
+	if !ok {
+		r.finish(guest.Done{}, shard.Errorf(shard.CodeUnsupported, "shard-init knows no operation %s", shard.Quote(r.op)))
+		return
+	}
+	s.slot <- struct{}{}
+	err := h(r)
+	<-s.slot
+	r.finish(guest.Done{}, err)
+}
+
+// forget frees the stream's id.
+func (s *session) forget(id uint32) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.streams, id)
+}
+
+// lose ends every request of the session; commands run on.
+func (s *session) lose() {
+	s.c.f.SetWriteDeadline(time.Unix(1, 0)) // a writer may wait, with the lock, for a host that does not read
+	s.c.mu.Lock()
+	if s.c.cur == s {
+		s.c.cur = nil
+	}
+	s.c.mu.Unlock()
+	s.mu.Lock()
+	s.lost = true
+	all := make([]*request, 0, len(s.streams))
+	for _, r := range s.streams {
+		all = append(all, r)
+	}
+	s.mu.Unlock()
+	for _, r := range all {
+		r.end()
+	}
+}
+
+func (s *session) writeJSON(id uint32, t guest.Type, v any) error {
+	raw, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return s.c.write(s, t, id, 0, raw)
+}
+
+// writeData sends p, at most guest.MaxData bytes; channel is 0 but for the output of a command.
+func (s *session) writeData(id uint32, channel byte, p []byte) error {
+	return s.c.write(s, guest.TypeData, id, channel, p)
+}
+
+func (s *session) writeCredit(id uint32, n int) {
+	var b [4]byte
+	binary.BigEndian.PutUint32(b[:], uint32(n))
+	_ = s.c.write(s, guest.TypeCredit, id, 0, b[:])
+}
+
+// begin answers the hello and makes s the session whose frames go out.
+func (c *conn) begin(s *session, epoch [guest.EpochSize]byte) error {
+	c.f.SetWriteDeadline(time.Time{})
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.cur = s
+	return c.writev([]byte(guest.GuestMagic), epoch[:])
+}
