@@ -26,4 +26,6 @@ func (*Net) Remove(context.Context) error                       { return unsuppo
 func (*Net) Close() error                                       { return nil }
 
 // Sweep exists on Linux only.
-func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error { return unsupported() }
+func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error {
+	return unsupported()
+}
