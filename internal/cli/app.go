@@ -1,0 +1,263 @@
+// Package cli is the command line: one file per command, each an options struct, the flags that fill it, and a run
+// function that does the work through package client. It knows terminals, words for people and exit codes. It must not
+// know the daemon's packages: what only they can do (run the daemon, probe the host) comes in through App.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unicode"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/client"
+)
+
+// DefaultRoot is the data directory without --root.
+const DefaultRoot = "/var/lib/shard"
+
+// App is everything the command line takes from its process.
+type App struct {
+	// Version is this program's, such as 0.3.0.
+	Version  string
+	In       io.Reader
+	Out, Err io.Writer
+	Getenv   func(string) string
+	// Daemon runs the daemon until ctx ends.
+	Daemon func(ctx context.Context, o DaemonOptions) error
+	// Probe says what each isolation provider is worth on this host, without a daemon.
+	Probe func(ctx context.Context, root string) ([]shard.ProviderInfo, error)
+
+	root   string
+	remote string
+	// restore brings a terminal in raw mode back; whoever ends the process early calls it.
+	restore atomic.Pointer[func()]
+}
+
+// DaemonOptions are the options of the daemon command.
+type DaemonOptions struct {
+	Root     string
+	Provider string
+	// PullTimeout bounds one image pull.
+	PullTimeout time.Duration
+	// Insecure lists registry hosts that may be spoken to without TLS.
+	Insecure []string
+	// DNS lists the name servers that sandboxes use; empty is the host's.
+	DNS []string
+	// Log is a file; "" is stderr.
+	Log string
+	// StorageSizeMiB is the size of a new storage image; 0 is the default.
+	StorageSizeMiB int64
+}
+
+// The exit codes that are not a command's own (contract §2.5).
+const (
+	exitFailure     = 1
+	exitNotFound    = 127
+	exitInterrupted = 130
+)
+
+// usageError is a command line that makes no sense; it ends with a hint at the help.
+type usageError struct{ msg string }
+
+func (e *usageError) Error() string { return e.msg }
+
+func usagef(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
+
+// exitError ends the program with a code; a nil err prints nothing.
+type exitError struct {
+	code int
+	err  error
+}
+
+func (e *exitError) Error() string {
+	if e.err == nil {
+		return fmt.Sprintf("exit code %d", e.code)
+	}
+	return e.err.Error()
+}
+
+func (e *exitError) Unwrap() error { return e.err }
+
+// errInterrupted is the cause of a context that a signal ended.
+var errInterrupted = errors.New("interrupted")
+
+// Main runs the command line and returns the exit code.
+func (a *App) Main(ctx context.Context, args []string) int {
+	ctx, stop := a.untilSignal(ctx)
+	defer stop()
+	root := a.rootCommand()
+	root.SetArgs(append([]string{}, args...)) // never nil, which cobra takes for os.Args
+	cmd, err := root.ExecuteContextC(ctx)
+	return a.report(cmd, err)
+}
+
+// untilSignal ends the context at the first SIGINT or SIGTERM, and the process at a second one.
+func (a *App) untilSignal(parent context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(parent)
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() {
+		select {
+		case <-signals:
+			cancel(errInterrupted)
+		case <-done:
+			return
+		}
+		select {
+		case <-signals:
+			if restore := a.restore.Load(); restore != nil {
+				(*restore)()
+			}
+			os.Exit(exitInterrupted)
+		case <-done:
+		}
+	}()
+	return ctx, func() {
+		signal.Stop(signals)
+		close(done)
+		cancel(nil)
+	}
+}
+
+// report prints an error as one line and gives the exit code for it.
+func (a *App) report(cmd *cobra.Command, err error) int {
+	if err == nil {
+		return 0
+	}
+	code := exitFailure
+	if e, ok := errors.AsType[*exitError](err); ok {
+		if code = e.code; e.err == nil {
+			return code
+		}
+	}
+	if list, ok := errors.AsType[*failures](err); ok {
+		for _, err := range list.errs {
+			a.warn("%s", a.explain(cmd, err))
+		}
+		return code
+	}
+	a.warn("%s", a.explain(cmd, err))
+	return code
+}
+
+// warn prints one line on stderr.
+func (a *App) warn(format string, args ...any) {
+	fmt.Fprintln(a.Err, "shard: "+printable(fmt.Sprintf(format, args...)))
+}
+
+// failures are what went wrong with some of several sandboxes: one line each.
+type failures struct{ errs []error }
+
+func (f *failures) Error() string { return errors.Join(f.errs...).Error() }
+
+func (f *failures) Unwrap() []error { return f.errs }
+
+// explain turns an error into the words for it.
+func (a *App) explain(cmd *cobra.Command, err error) string {
+	if msg, ok := flagMessage(cmd, err); ok {
+		err = &usageError{msg}
+	}
+	if e, ok := errors.AsType[*usageError](err); ok {
+		path := "shard"
+		if cmd != nil {
+			path = cmd.CommandPath()
+		}
+		return fmt.Sprintf("%s (see %s --help)", e.msg, path)
+	}
+	if e, ok := errors.AsType[*client.DialError](err); ok {
+		return a.unreachable(e)
+	}
+	if e, ok := errors.AsType[*shard.Error](err); ok && len(e.Holders) > 0 && !strings.Contains(err.Error(), e.Holders[0]) {
+		return fmt.Sprintf("%v (in use by %s)", err, strings.Join(e.Holders, ", "))
+	}
+	return err.Error()
+}
+
+// unreachable says why there is no daemon to talk to, and what to do.
+func (a *App) unreachable(e *client.DialError) string {
+	command := "sudo shard daemon"
+	if a.root != DefaultRoot {
+		command = "sudo shard --root " + a.root + " daemon"
+	}
+	switch {
+	case errors.Is(e.Err, fs.ErrNotExist), errors.Is(e.Err, syscall.ECONNREFUSED):
+		return fmt.Sprintf("the daemon is not running (no answer at %s): start it with `%s` or `sudo systemctl start shard`", e.Address, command)
+	case errors.Is(e.Err, fs.ErrPermission):
+		return fmt.Sprintf("no permission to talk to the daemon at %s: use sudo, or become a member of the group shard", e.Address)
+	}
+	return e.Error()
+}
+
+// flagMessage rewords the errors of the flag parser.
+func flagMessage(cmd *cobra.Command, err error) (string, bool) {
+	if e, ok := errors.AsType[*pflag.NotExistError](err); ok {
+		name := e.GetSpecifiedName()
+		if cmd != nil && cmd.HasParent() && cmd.Root().Flags().Lookup(name) != nil {
+			return fmt.Sprintf("--%s is a global option and stands before the command: shard --%s … %s", name, name,
+				strings.TrimPrefix(cmd.CommandPath(), "shard ")), true
+		}
+		if e.GetSpecifiedShortnames() != "" {
+			return fmt.Sprintf("unknown option -%s", name), true
+		}
+		return fmt.Sprintf("unknown option --%s", name), true
+	}
+	if e, ok := errors.AsType[*pflag.ValueRequiredError](err); ok {
+		return fmt.Sprintf("option %s needs a value", optionName(e.GetFlag())), true
+	}
+	if e, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
+		return fmt.Sprintf("option %s: %s is not valid: %v", optionName(e.GetFlag()), shard.Quote(e.GetValue()), e.Unwrap()), true
+	}
+	if e, ok := errors.AsType[*pflag.InvalidSyntaxError](err); ok {
+		return fmt.Sprintf("%s is not an option", shard.Quote(e.GetSpecifiedFlag())), true
+	}
+	return "", false
+}
+
+func optionName(f *pflag.Flag) string {
+	if f == nil {
+		return "given"
+	}
+	return "--" + f.Name
+}
+
+// client makes the client of the daemon under the root.
+func (a *App) client() *client.Client {
+	return client.New(client.Options{Dial: client.Unix(filepath.Join(a.root, "shard.sock")), UserAgent: "shard-cli/" + a.Version})
+}
+
+// printable makes text that came from elsewhere safe for a terminal and one line: control characters show as escapes.
+func printable(s string) string {
+	if strings.IndexFunc(s, hostile) < 0 {
+		return s
+	}
+	var b strings.Builder
+	for _, r := range s {
+		switch {
+		case r == '\n':
+			b.WriteString("; ")
+		case hostile(r):
+			fmt.Fprintf(&b, `\x%02x`, r)
+		default:
+			b.WriteRune(r)
+		}
+	}
+	return b.String()
+}
+
+func hostile(r rune) bool {
+	return unicode.IsControl(r) || r == '\u202e' || r == '\u2066' || r == '\u2067'
+}

@@ -1,0 +1,178 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"path/filepath"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/useshards/shard"
+)
+
+// rootCommand builds the whole tree. It does nothing that costs time: no files, no network, no terminal.
+func (a *App) rootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "shard [--root DIR] COMMAND …",
+		Short: "Sandboxes for code that agents write",
+		Long:  "Run code that agents write in sandboxes on this host.",
+		Example: `  shard create --name web alpine:3.20
+  shard exec web echo hello
+  shard remove --force web`,
+		SilenceErrors:    true,
+		SilenceUsage:     true,
+		TraverseChildren: true, // global options stand before the command, and only there
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			return a.checkGlobals(cmd)
+		},
+	}
+	f := root.Flags()
+	f.StringVar(&a.root, "root", DefaultRoot, "data `DIR`ectory of the daemon, an absolute path")
+	f.StringVar(&a.remote, "remote", "", "`URL` of a remote shard (not in this build: only \"\", the local socket)")
+	version := f.Bool("version", false, "print the version of this program")
+	root.RunE = func(cmd *cobra.Command, args []string) error {
+		if *version {
+			fmt.Fprintln(a.Out, "shard", a.Version)
+			return nil
+		}
+		return groupRun(cmd, args)
+	}
+	root.AddCommand(
+		a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.listCommand(), a.inspectCommand(),
+		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
+		a.pullCommand(), a.imageCommand(),
+		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
+	)
+	root.SetOut(a.Out)
+	root.SetErr(a.Err)
+	root.SetIn(a.In)
+	root.SetHelpCommand(helpCommand())
+	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) { help(cmd.OutOrStdout(), cmd) })
+	root.SetUsageFunc(func(cmd *cobra.Command) error { help(cmd.ErrOrStderr(), cmd); return nil })
+	strict(root)
+	return root
+}
+
+// strict makes the options of every command stand before its arguments.
+func strict(cmd *cobra.Command) {
+	cmd.DisableFlagsInUseLine = true
+	cmd.Flags().SetInterspersed(false)
+	cmd.Flags().SortFlags = false
+	for _, c := range cmd.Commands() {
+		strict(c)
+	}
+}
+
+// checkGlobals refuses global options that make no sense, or that this build cannot serve.
+func (a *App) checkGlobals(cmd *cobra.Command) error {
+	if !cmd.HasParent() || cmd.Parent().Name() == "completion" {
+		return nil // --version, help and completion scripts answer whatever the globals say
+	}
+	if !filepath.IsAbs(a.root) {
+		return usagef("--root %s is not an absolute path", shard.Quote(a.root))
+	}
+	a.root = filepath.Clean(a.root)
+	remote, from := a.remote, "--remote"
+	if !cmd.Root().Flags().Changed("remote") {
+		remote, from = a.Getenv("SHARD_REMOTE"), "SHARD_REMOTE"
+	}
+	switch {
+	case remote == "":
+		return nil
+	case cmd.Name() == "daemon" && cmd.Parent() == cmd.Root():
+		return usagef("the daemon always serves its own host: %s does not go with it", from)
+	}
+	return fmt.Errorf("%s is set, but this build talks to the daemon on this host only: leave it away, or give --remote \"\"", from)
+}
+
+// groupRun is what a command that only holds others does: help without arguments, else no such command.
+func groupRun(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		help(cmd.OutOrStdout(), cmd)
+		return nil
+	}
+	msg := fmt.Sprintf("there is no command %s", shard.Quote(strings.TrimPrefix(cmd.CommandPath()+" "+args[0], "shard ")))
+	if cmd.SuggestionsMinimumDistance <= 0 {
+		cmd.SuggestionsMinimumDistance = 2
+	}
+	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
+		msg += fmt.Sprintf(": did you mean %s?", strings.Join(near, " or "))
+	}
+	return &usageError{msg}
+}
+
+// arguments refuses a number of arguments outside from to to (negative: no bound), and options that came too late.
+// names are how the usage line calls them.
+func arguments(from, to int, names string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if cmd.ArgsLenAtDash() < 0 {
+			for _, arg := range args {
+				if len(arg) > 1 && arg[0] == '-' {
+					return usagef("option %s stands after an argument: options come first", shard.Quote(arg))
+				}
+			}
+		}
+		switch {
+		case len(args) < from && len(args) == 0:
+			return usagef("%s is missing", names)
+		case len(args) < from:
+			return usagef("too few arguments: give %s", names)
+		case to == 0 && len(args) > 0:
+			return usagef("unexpected argument %s", shard.Quote(args[0]))
+		case to > 0 && len(args) > to:
+			return usagef("unexpected argument %s: give %s", shard.Quote(args[to]), names)
+		}
+		return nil
+	}
+}
+
+// helpCommand is `shard help COMMAND…`.
+func helpCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:    "help [COMMAND]…",
+		Short:  "Show the help of a command",
+		Hidden: true,
+		// Help answers whatever the globals say.
+		PersistentPreRunE: func(*cobra.Command, []string) error { return nil },
+		RunE: func(cmd *cobra.Command, args []string) error {
+			found, rest, err := cmd.Root().Find(args)
+			if err != nil || len(rest) > 0 {
+				return usagef("there is no command %s", shard.Quote(strings.Join(args, " ")))
+			}
+			found.InitDefaultHelpFlag()
+			help(cmd.OutOrStdout(), found)
+			return nil
+		},
+	}
+}
+
+// help prints a command's help: what it does, how to write it, its options, an example.
+func help(w io.Writer, cmd *cobra.Command) {
+	text := cmd.Long
+	if text == "" {
+		text = cmd.Short + "."
+	}
+	fmt.Fprintf(w, "%s\n\nUsage:\n  %s\n", text, cmd.UseLine())
+	if cmd.HasAvailableSubCommands() {
+		fmt.Fprint(w, "\nCommands:\n")
+		for _, c := range cmd.Commands() {
+			if c.IsAvailableCommand() {
+				fmt.Fprintf(w, "  %-*s  %s\n", c.NamePadding(), c.Name(), c.Short)
+			}
+		}
+	}
+	if flags := cmd.LocalFlags(); flags.HasAvailableFlags() {
+		title := "Options"
+		if !cmd.HasParent() {
+			title = "Global options, before the command"
+		}
+		fmt.Fprintf(w, "\n%s:\n%s", title, flags.FlagUsages())
+	}
+	if cmd.Example != "" {
+		fmt.Fprintf(w, "\nExample:\n%s\n", cmd.Example)
+	}
+	if !cmd.HasParent() {
+		fmt.Fprint(w, "\n`shard COMMAND --help` says more about a command.\n")
+	}
+}

@@ -1,0 +1,62 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/spf13/cobra"
+)
+
+func (a *App) stopCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "stop SANDBOX…",
+		Short: "Stop sandboxes and keep their files",
+		Long: `Stop sandboxes: every process gets TERM, and KILL 30 seconds later; the files stay. Prints the id of each one that
+stopped; failures follow at the end, with exit code 1.`,
+		Example: `  shard stop web db`,
+		Args:    arguments(1, -1, "SANDBOX…"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return a.stop(cmd.Context(), args)
+		},
+		ValidArgsFunction: a.completeSandboxes(0, live),
+	}
+}
+
+func (a *App) stop(ctx context.Context, refs []string) error {
+	c := a.client()
+	return a.each(ctx, refs, func(ref string) (string, error) {
+		sb, err := c.Stop(ctx, ref)
+		if err != nil {
+			return "", err
+		}
+		return sb.ID, nil
+	})
+}
+
+// each does one thing to several sandboxes, prints what it returns, goes on after a failure and reports the failures
+// in the end. An interrupt ends it at once.
+func (a *App) each(ctx context.Context, refs []string, do func(ref string) (string, error)) error {
+	f := &failures{}
+	for _, ref := range refs {
+		text, err := do(ref)
+		if errors.Is(err, errInterrupted) {
+			f.errs = append(f.errs, err)
+			break
+		}
+		if err != nil {
+			f.errs = append(f.errs, err)
+			continue
+		}
+		if text == "" {
+			continue
+		}
+		if _, err := fmt.Fprintln(a.Out, text); err != nil {
+			return err
+		}
+	}
+	if len(f.errs) > 0 {
+		return f
+	}
+	return nil
+}
