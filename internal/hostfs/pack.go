@@ -50,7 +50,16 @@ type packer struct {
 	linked map[fileID]string // files with several names that were packed, by the first of them
 }
 
+// fileID tells files apart on one host.
 type fileID struct{ dev, ino uint64 }
+
+func idOf(info fs.FileInfo) fileID {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return fileID{}
+	}
+	return fileID{uint64(st.Dev), st.Ino} //nolint:unconvert // Dev is 32 bits wide on darwin
+}
 
 func (p *packer) top(src, name string) error {
 	info, err := os.Lstat(src)
@@ -162,7 +171,7 @@ func (p *packer) file(root *os.Root, at, name string) error {
 		return fmt.Errorf("pack %s: it was replaced while it was read", name)
 	}
 	if st, ok := info.Sys().(*syscall.Stat_t); ok && st.Nlink > 1 {
-		id := fileID{uint64(st.Dev), st.Ino} //nolint:unconvert // Dev is 32 bits wide on darwin
+		id := idOf(info)
 		if first, packed := p.linked[id]; packed {
 			return p.write(&tar.Header{Typeflag: tar.TypeLink, Name: name, Linkname: first, ModTime: info.ModTime(), Mode: bits(info.Mode())}, nil)
 		}

@@ -48,7 +48,7 @@ func Unpack(ctx context.Context, r io.Reader, dst string, opts UnpackOptions) er
 		return err
 	}
 	defer root.Close()
-	u := &unpacker{ctx: ctx, opts: opts, root: root, buf: make([]byte, 256<<10), files: map[string]fs.FileInfo{}, dirs: map[string]int{}}
+	u := &unpacker{ctx: ctx, opts: opts, root: root, buf: make([]byte, 256<<10), files: map[string]fileID{}, dirs: map[string]int{}}
 	err = u.run(tarstream.NewReader(r))
 	return errors.Join(u.checkLinks(), err) // links also after a failure: they stay on the disk
 }
@@ -59,10 +59,10 @@ type unpacker struct {
 	root  *os.Root
 	buf   []byte
 	bytes int64
-	top   string                 // the first part of every name, with opts.Name
-	files map[string]fs.FileInfo // written by this unpack: what a hard link may refer to
-	links []string               // symbolic links written
-	dirs  map[string]int         // made by this unpack: position in order
+	top   string            // the first part of every name, with opts.Name
+	files map[string]fileID // written by this unpack: what a hard link may refer to
+	links []string          // symbolic links written
+	dirs  map[string]int    // made by this unpack: position in order
 	order []madeDir
 }
 
@@ -146,11 +146,11 @@ func (u *unpacker) entry(e *tarstream.Entry, contents io.Reader) error {
 		return err
 	}
 	temp := path.Join(path.Dir(e.Name), ".shard-"+rand.Text()+".tmp")
-	var info fs.FileInfo
+	var id fileID
 	var err error
 	switch e.Kind {
 	case tarstream.File:
-		info, err = u.file(e, contents, temp)
+		id, err = u.file(e, contents, temp)
 	case tarstream.Symlink:
 		if path.IsAbs(e.Link) {
 			return tarstream.Refuse(e.Name, "is a symbolic link to the absolute path %s", shard.Quote(e.Link))
@@ -160,10 +160,11 @@ func (u *unpacker) entry(e *tarstream.Entry, contents io.Reader) error {
 		}
 		err = u.root.Symlink(e.Link, temp)
 	case tarstream.Hardlink:
-		if info = u.files[e.Link]; info == nil {
+		var wrote bool
+		if id, wrote = u.files[e.Link]; !wrote {
 			return tarstream.Refuse(e.Name, "is a hard link to %s, which is no file of this tar before it", shard.Quote(e.Link))
 		}
-		err = u.hardlink(e, temp, info)
+		err = u.hardlink(e, temp, id)
 	}
 	if err == nil && u.opts.Owner != nil {
 		err = u.root.Lchown(temp, u.opts.Owner.UID, u.opts.Owner.GID)
@@ -181,7 +182,7 @@ func (u *unpacker) entry(e *tarstream.Entry, contents io.Reader) error {
 	if e.Kind == tarstream.Symlink {
 		u.links = append(u.links, e.Name)
 	} else {
-		u.files[e.Name] = info
+		u.files[e.Name] = id
 	}
 	return nil
 }
@@ -193,35 +194,35 @@ func climbs(name, link string) bool {
 }
 
 // file writes a file's contents under a temporary name.
-func (u *unpacker) file(e *tarstream.Entry, contents io.Reader, temp string) (fs.FileInfo, error) {
+func (u *unpacker) file(e *tarstream.Entry, contents io.Reader, temp string) (fileID, error) {
 	if e.Size > MaxBytes-u.bytes {
-		return nil, shard.Invalidf("the tar holds more than %d GiB of files: copy it in parts", int64(MaxBytes>>30))
+		return fileID{}, shard.Invalidf("the tar holds more than %d GiB of files: copy it in parts", int64(MaxBytes>>30))
 	}
 	u.bytes += e.Size
 	f, err := u.root.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return nil, err
+		return fileID{}, err
 	}
 	defer f.Close()
 	if err := tarstream.Copy(f, contents, e.Size, u.buf, func(int64) error { return u.ctx.Err() }); err != nil {
-		return nil, err
+		return fileID{}, err
 	}
 	setXattrs(f, e.Xattrs)
 	if err := f.Chmod(mode(e.Mode)); err != nil {
-		return nil, err
+		return fileID{}, err
 	}
 	info, err := f.Stat()
 	if err != nil {
-		return nil, err
+		return fileID{}, err
 	}
 	if err := f.Close(); err != nil {
-		return nil, err
+		return fileID{}, err
 	}
-	return info, u.root.Chtimes(temp, time.Time{}, e.ModTime)
+	return idOf(info), u.root.Chtimes(temp, time.Time{}, e.ModTime)
 }
 
 // hardlink makes temp another name of a file that this unpack wrote, and checks that it is that one.
-func (u *unpacker) hardlink(e *tarstream.Entry, temp string, wrote fs.FileInfo) error {
+func (u *unpacker) hardlink(e *tarstream.Entry, temp string, wrote fileID) error {
 	if err := u.root.Link(e.Link, temp); err != nil {
 		return err
 	}
@@ -229,7 +230,7 @@ func (u *unpacker) hardlink(e *tarstream.Entry, temp string, wrote fs.FileInfo) 
 	if err != nil {
 		return err
 	}
-	if !os.SameFile(info, wrote) {
+	if idOf(info) != wrote {
 		return tarstream.Refuse(e.Name, "is a hard link to %s, which was changed by someone else meanwhile", shard.Quote(e.Link))
 	}
 	return nil

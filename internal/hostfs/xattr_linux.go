@@ -9,9 +9,13 @@ import (
 
 // xattrs reads a file's attributes of the user namespace; a file system that has none gives none.
 func xattrs(f *os.File) map[string]string {
-	list := make([]byte, 64<<10) // XATTR_LIST_MAX
-	n, err := unix.Flistxattr(int(f.Fd()), list)
+	fd := int(f.Fd())
+	n, err := unix.Flistxattr(fd, nil)
 	if err != nil || n == 0 {
+		return nil
+	}
+	list := make([]byte, n)
+	if n, err = unix.Flistxattr(fd, list); err != nil {
 		return nil
 	}
 	out := map[string]string{}
@@ -19,8 +23,12 @@ func xattrs(f *os.File) map[string]string {
 		if !strings.HasPrefix(name, "user.") || strings.Contains(name, "=") {
 			continue // a PAX record's key cannot hold "="
 		}
-		value := make([]byte, 64<<10) // XATTR_SIZE_MAX
-		if n, err := unix.Fgetxattr(int(f.Fd()), name, value); err == nil {
+		n, err := unix.Fgetxattr(fd, name, nil)
+		if err != nil {
+			continue
+		}
+		value := make([]byte, n)
+		if n, err = unix.Fgetxattr(fd, name, value); err == nil {
 			out[name] = string(value[:n])
 		}
 	}
