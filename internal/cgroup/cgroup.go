@@ -58,7 +58,10 @@ type Manager struct {
 
 // flavour is what differs between the versions of cgroups. dir is always the group's place below the parent.
 type flavour interface {
-	// bases are the directories of the parent group, one for each hierarchy. The first one's process lists count.
+	// members are the directories of the parent group in the hierarchies that a group is in. The first one's process
+	// lists count.
+	members() []string
+	// bases are members, and after them where an OCI runtime may leave a group of the same name.
 	bases() []string
 	// ociBase is the parent group as an OCI runtime wants it named.
 	ociBase() string
@@ -138,9 +141,9 @@ func (m *Manager) Create(id string, l Limits) (_ *Group, err error) {
 			err = errors.Join(err, m.remove(id))
 		}
 	}()
-	for _, dir := range m.dirs(id) {
+	for _, base := range m.fs.members() {
 		// A v1 hierarchy may hold the empty directory of an earlier, half removed group.
-		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		if err := os.Mkdir(filepath.Join(base, id), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, fmt.Errorf("create control group: %w", err)
 		}
 	}
@@ -210,7 +213,7 @@ func (m *Manager) Sweep(ctx context.Context, keep func(id string) bool) error {
 	return errors.Join(errs...)
 }
 
-// dirs are the directories that together are the group.
+// dirs are the directories that the group may have, in every hierarchy.
 func (m *Manager) dirs(id string) []string {
 	bases := m.fs.bases()
 	dirs := make([]string, len(bases))

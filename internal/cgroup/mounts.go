@@ -11,7 +11,6 @@ import (
 // mount is one mounted hierarchy.
 type mount struct {
 	point       string
-	root        string // the group that is visible at point: "/" unless we are in a container
 	v2          bool
 	controllers []string // v1 only; name=systemd and the like included
 }
@@ -26,7 +25,7 @@ func parseMounts(table []byte) []mount {
 		if !ok || len(l) < 6 || len(r) < 3 {
 			continue
 		}
-		m := mount{root: unescape(l[3]), point: unescape(l[4]), v2: r[0] == "cgroup2"}
+		m := mount{point: unescape(l[4]), v2: r[0] == "cgroup2"}
 		if !m.v2 && r[0] != "cgroup" {
 			continue
 		}

@@ -28,12 +28,9 @@ type v1 struct {
 	of     map[string]string // controller → the parent group in its hierarchy
 }
 
-func openV1(mounts []mount, parent string) (_ flavour, err error) {
+func openV1(mounts []mount, parent string) (flavour, error) {
 	f := &v1{parent: parent, of: map[string]string{}}
-	for _, m := range mounts {
-		if m.v2 {
-			continue
-		}
+	for _, m := range mounts { // a hybrid host's v2 hierarchy too: no controllers, but a runtime may join it
 		base := filepath.Join(m.point, parent)
 		f.all = append(f.all, base)
 		for _, c := range m.controllers {
@@ -42,19 +39,20 @@ func openV1(mounts []mount, parent string) (_ flavour, err error) {
 	}
 	for _, c := range append(slices.Clone(needed), "freezer") {
 		base, ok := f.of[c]
-		if !ok && c == "freezer" {
-			continue
-		}
-		if !ok {
+		switch {
+		case !ok && c != "freezer":
 			return nil, fmt.Errorf("the host's cgroup v1 has no %s controller: mount it at /sys/fs/cgroup/%s, or boot with cgroup v2", c, c)
+		case ok && !slices.Contains(f.joined, base): // else mounted together with another one
+			f.joined = append(f.joined, base)
 		}
-		if slices.Contains(f.joined, base) { // mounted together with another one
-			continue
-		}
+	}
+	for i, base := range f.joined {
 		if err := os.Mkdir(base, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+			for _, made := range f.joined[:i] {
+				_ = os.Remove(made)
+			}
 			return nil, explain(err, base)
 		}
-		f.joined = append(f.joined, base)
 	}
 	// The hierarchy whose lists count comes first, and only those that exist follow.
 	f.all = append(slices.Clone(f.joined), slices.DeleteFunc(f.all, func(b string) bool { return slices.Contains(f.joined, b) })...)
@@ -71,6 +69,8 @@ func explain(err error, dir string) error {
 	}
 	return fmt.Errorf("make the parent control group: %w", err)
 }
+
+func (f *v1) members() []string { return f.joined }
 
 func (f *v1) bases() []string { return f.all }
 

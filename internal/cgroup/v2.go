@@ -106,6 +106,8 @@ func readWords(file string) ([]string, error) {
 	return strings.Fields(string(b)), err
 }
 
+func (f *v2) members() []string { return []string{f.base} }
+
 func (f *v2) bases() []string { return []string{f.base} }
 
 func (f *v2) ociBase() string { return f.oci }
