@@ -22,14 +22,10 @@
 package image
 
 import (
-	"context"
-	"io"
 	"log/slog"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
-
-	"github.com/useshards/shard"
 )
 
 // Options configure a Store. The zero value is usable.
@@ -75,54 +71,3 @@ type ImportOptions struct {
 	Env           []string
 	Workdir, User string
 }
-
-// Store is the set of images under one directory. Only one Store may have it open.
-type Store struct {
-	dir string
-	o   Options
-}
-
-// Open opens the store in dir, making it if needed, and clears away what a killed daemon left, except downloads that
-// can be continued.
-func Open(dir string, o Options) (*Store, error) { panic("soon") }
-
-// LayersDir is the directory that holds every unpacked layer under its short name.
-func (s *Store) LayersDir() string { panic("soon") }
-
-// ParseReference gives the full form of a reference as people write it: alpine becomes
-// index.docker.io/library/alpine:latest. It refuses with invalid_request.
-func ParseReference(ref string) (string, error) { panic("soon") }
-
-// Get finds an image on the host by any reference that names it (name, name:tag, name@digest, or a bare digest);
-// not_found when it is not there, or not whole.
-func (s *Store) Get(ref string) (*Image, error) { panic("soon") }
-
-// Acquire is Get by digest, and keeps the image from Remove and Prune until release is called, once or more often.
-func (s *Store) Acquire(digest string) (img *Image, release func(), err error) { panic("soon") }
-
-// Pull asks the registry what ref means, brings what the host lacks, and names the image ref. Pulls of the same
-// reference or layers share the work: each caller gets the progress from when it came, the work ends when the last
-// caller's context does. progress may be nil; its calls come one at a time.
-func (s *Store) Pull(ctx context.Context, ref string, progress func(shard.Progress)) (*Image, error) {
-	panic("soon")
-}
-
-// Import makes an image from a tar stream: an OCI layout, a docker save, or a root file system, plain or compressed
-// with gzip or zstd. ref names it; when empty, the name inside the tar does.
-func (s *Store) Import(ctx context.Context, r io.Reader, ref string, o ImportOptions, progress func(shard.Progress)) (*Image, error) {
-	panic("soon")
-}
-
-// List gives a record for each reference, sorted; what cannot be read has Broken set. warnings tell of damage that
-// belongs to no reference.
-func (s *Store) List() (images []shard.Image, warnings []string, err error) { panic("soon") }
-
-// Remove forgets a reference, and frees the image if it was the last one. holders names who uses a digest (it may be
-// nil). A held image is refused with in_use; with force the reference goes, its files stay for the holders until a
-// later Remove or Prune, and a warning says so.
-func (s *Store) Remove(ref string, force bool, holders func(digest string) []string) (warnings []string, err error) {
-	panic("soon")
-}
-
-// Prune removes every image that inUse does not claim and no Acquire holds, and returns the references removed.
-func (s *Store) Prune(inUse func(digest string) bool) (removed []string, err error) { panic("soon") }
