@@ -18,10 +18,9 @@ import (
 )
 
 const (
-	maxStreams  = 1024 // open at once in one session
-	maxFileOps  = 64   // file operations that run at once; more wait
-	readBuffer  = 4 << 10
-	frameHeader = 9
+	maxStreams = 1024 // open at once in one session
+	maxFileOps = 64   // file operations that run at once; more wait
+	readBuffer = 4 << 10
 )
 
 var (
@@ -37,7 +36,7 @@ type conn struct {
 
 	mu     sync.Mutex // held over each frame's write: frames are never mixed
 	cur    *session   // whose frames may be written
-	header [frameHeader + 1]byte
+	header [guest.HeaderSize + 1]byte
 	iov    [2][]byte
 }
 
@@ -84,16 +83,14 @@ func (c *conn) write(s *session, t guest.Type, stream uint32, channel byte, payl
 	if c.cur != s {
 		return errGone
 	}
-	head := c.header[:frameHeader]
+	head := c.header[:guest.HeaderSize]
 	n := len(payload)
 	if channel != 0 {
 		head = c.header[:]
-		head[frameHeader] = channel
+		head[guest.HeaderSize] = channel
 		n++
 	}
-	binary.BigEndian.PutUint32(head, uint32(n))
-	head[4] = byte(t)
-	binary.BigEndian.PutUint32(head[5:], stream)
+	guest.Header{Size: n, Type: t, Stream: stream}.Put(head)
 	return c.writev(head, payload)
 }
 
@@ -153,16 +150,16 @@ func newSession(a *agent, c *conn) *session {
 // frame: what could block runs in the handlers' goroutines.
 func (s *session) run() error {
 	for {
-		head, err := s.c.r.Peek(frameHeader)
+		head, err := s.c.r.Peek(guest.HeaderSize)
 		if err != nil {
 			return err
 		}
 		if string(head[:len(guest.HostMagic)]) == guest.HostMagic {
 			return errHello
 		}
-		size, t, id := int(binary.BigEndian.Uint32(head)), guest.Type(head[4]), binary.BigEndian.Uint32(head[5:])
+		h := guest.ParseHeader(head)
 		most := 0
-		switch t {
+		switch h.Type {
 		case guest.TypeOpen:
 			most = guest.MaxOpen
 		case guest.TypeData:
@@ -173,15 +170,15 @@ func (s *session) run() error {
 		default:
 			return errProtocol
 		}
-		if size > most || t == guest.TypeCredit && size != 4 {
+		if h.Size > most || h.Type == guest.TypeCredit && h.Size != 4 {
 			return errProtocol
 		}
-		s.c.r.Discard(frameHeader)
-		payload := make([]byte, size)
+		s.c.r.Discard(guest.HeaderSize)
+		payload := make([]byte, h.Size)
 		if _, err := io.ReadFull(s.c.r, payload); err != nil {
 			return err
 		}
-		if err := s.take(t, id, payload); err != nil {
+		if err := s.take(h.Type, h.Stream, payload); err != nil {
 			return err
 		}
 	}
