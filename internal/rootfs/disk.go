@@ -33,25 +33,22 @@ const (
 	readyPrefix    = "ready-"
 )
 
-// template returns the path of an empty disk of this size, made at first use.
-func (m *Manager) template(ctx context.Context, diskMiB int64) (string, error) {
-	got := m.making.DoChan(strconv.FormatInt(diskMiB, 10), func() (any, error) {
-		// Not the caller's context: others wait for the same template.
+// template returns the path of an empty disk of this size, made at first use. Others may wait for the same template, so
+// it is made whatever becomes of the caller's context.
+func (m *Manager) template(diskMiB int64) (string, error) {
+	path, err, _ := m.making.Do(strconv.FormatInt(diskMiB, 10), func() (any, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), mkfsTimeout)
 		defer cancel()
 		return m.makeTemplate(ctx, diskMiB)
 	})
-	select {
-	case r := <-got:
-		path, _ := r.Val.(string)
-		return path, r.Err
-	case <-ctx.Done():
-		return "", fmt.Errorf("wait for the disk template: %w", ctx.Err())
+	if err != nil {
+		return "", err
 	}
+	return path.(string), nil
 }
 
 func (m *Manager) makeTemplate(ctx context.Context, diskMiB int64) (string, error) {
-	version, err := mkfsVersion(ctx)
+	version, err := m.mkfsVersion(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -108,7 +105,10 @@ func (m *Manager) dropTemplates(keep int) {
 }
 
 // mkfsVersion is part of a template's name, so that an upgrade of the tool makes new templates.
-func mkfsVersion(ctx context.Context) (string, error) {
+func (m *Manager) mkfsVersion(ctx context.Context) (string, error) {
+	if v := m.version.Load(); v != nil {
+		return *v, nil
+	}
 	out, err := exec.CommandContext(ctx, "mkfs.ext4", "-V").CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("mkfs.ext4 does not run, install e2fsprogs: %w", err)
@@ -118,12 +118,14 @@ func mkfsVersion(ctx context.Context) (string, error) {
 	if len(fields) < 2 {
 		return "", fmt.Errorf("mkfs.ext4 -V says %s: no version", clip(out))
 	}
-	return strings.Map(func(r rune) rune {
+	version := strings.Map(func(r rune) rune {
 		if r == '.' || r >= '0' && r <= '9' || r >= 'a' && r <= 'z' {
 			return r
 		}
 		return '_'
-	}, fields[1]), nil
+	}, fields[1])
+	m.version.Store(&version)
+	return version, nil
 }
 
 // fillPool keeps poolSize disks of the default size ready: one in hand for each of its workers. It ends with ctx.
@@ -169,7 +171,7 @@ func (m *Manager) readyDisk(ctx context.Context) (string, error) {
 	if err := m.checkSize(m.templates, DefaultDiskMiB); err != nil {
 		return "", err
 	}
-	template, err := m.template(ctx, DefaultDiskMiB)
+	template, err := m.template(DefaultDiskMiB)
 	if err != nil {
 		return "", err
 	}
@@ -178,7 +180,8 @@ func (m *Manager) readyDisk(ctx context.Context) (string, error) {
 		return "", err
 	}
 	defer f.Close()
-	if err := copyData(ctx, template, f); err != nil {
+	// Synced, or the loop device would have to wait for it.
+	if err := errors.Join(copyData(ctx, template, f), f.Sync()); err != nil {
 		_ = os.Remove(f.Name())
 		return "", err
 	}

@@ -86,15 +86,13 @@ func attached(path string) (bool, error) {
 	return false, nil
 }
 
-// awaitDetached waits until no loop device stands over path. udev and friends open fresh devices for a moment, and
+// awaitDetached waits until no loop device stands over path, or ctx ends. udev and friends open fresh devices for a moment, and
 // such an opener delays the kernel's own freeing.
 func awaitDetached(ctx context.Context, path string) error {
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, detachTimeout)
-	defer cancel()
 	for {
 		busy, err := attached(path)
 		if err != nil || !busy {

@@ -19,11 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const (
-	detachTimeout = 5 * time.Second
-	busyTimeout   = 3 * time.Second // for a mount whose last user is just ending
-	repairTimeout = 10 * time.Minute
-)
+const repairTimeout = 10 * time.Minute
 
 const (
 	// noinit_itable: the kernel would write zeros into inode tables that are holes, 160 MB for a disk of 10 GiB.
@@ -158,19 +154,20 @@ func (m *Manager) repair(ctx context.Context, file string) error {
 	// -p repairs what can lose nothing. If that is not enough, a repaired disk with something in lost+found is better
 	// than a sandbox that never starts again.
 	for _, mode := range []string{"-p", "-y"} {
-		out, err := exec.CommandContext(ctx, "e2fsck", mode, file).CombinedOutput()
+		var out []byte
+		out, err = exec.CommandContext(ctx, "e2fsck", mode, file).CombinedOutput()
 		exit, failed := errors.AsType[*exec.ExitError](err)
-		switch {
-		case err == nil || failed && exit.ExitCode() > 0 && exit.ExitCode() < 4: // 1, 2: repaired
+		if err == nil || failed && (exit.ExitCode() == 1 || exit.ExitCode() == 2) { // repaired
 			m.log.Warn("a disk was not unmounted cleanly and has been checked", "disk", file, "mode", mode, "result", clip(out))
 			return nil
-		case failed && exit.ExitCode() == 4 && mode == "-p": // damage left
-			m.log.Warn("a disk is damaged beyond a safe repair", "disk", file, "result", clip(out))
-		default:
-			return fmt.Errorf("e2fsck %s: %w: %s", mode, err, clip(out))
 		}
+		err = fmt.Errorf("e2fsck %s: %w: %s", mode, err, clip(out))
+		if !failed || ctx.Err() != nil {
+			return err
+		}
+		m.log.Warn("a disk could not be repaired", "disk", file, "error", err)
 	}
-	return nil
+	return err
 }
 
 // isClean reads the state that ext4 clears while it is mounted.
@@ -202,6 +199,8 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 			return fmt.Errorf("remove the mount point: %w", err)
 		}
 	}
+	ctx, cancel := context.WithTimeout(ctx, m.detachTimeout)
+	defer cancel()
 	err := awaitDetached(ctx, filepath.Join(sandboxDir, diskFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -211,7 +210,7 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 
 // unmountPoint removes every mount on path and below it.
 func (m *Manager) unmountPoint(ctx context.Context, path string) error {
-	ctx, cancel := context.WithTimeout(ctx, busyTimeout)
+	patience, cancel := context.WithTimeout(ctx, m.busyTimeout)
 	defer cancel()
 	for {
 		err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
@@ -230,8 +229,11 @@ func (m *Manager) unmountPoint(ctx context.Context, path string) error {
 		for _, at := range slices.Backward(inner) { // the one at path itself is tried again above
 			_ = unix.Unmount(at, unix.UMOUNT_NOFOLLOW)
 		}
-		if pause(ctx, 10*time.Millisecond) == nil {
+		if pause(patience, 10*time.Millisecond) == nil {
 			continue
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("unmount %s: %w: %w", path, ctx.Err(), unix.EBUSY)
 		}
 		// A process on the host sits in it. The mount leaves the tree now and its disk is freed with its last user; until
 		// then awaitDetached refuses to say that all is well.

@@ -25,6 +25,8 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/useshards/shard"
 	"golang.org/x/sync/singleflight"
@@ -59,16 +61,21 @@ type Manager struct {
 	templates string
 	log       *slog.Logger
 
-	making singleflight.Group // one mkfs per size at a time
-	ready  chan string        // a prepared disk of DefaultDiskMiB
-	cancel context.CancelFunc // ends the owner of ready
-	done   sync.WaitGroup
+	busyTimeout   time.Duration // for a mount whose last user is just ending, before it is detached lazily
+	detachTimeout time.Duration // for the kernel to free a loop device
+
+	making  singleflight.Group     // one mkfs per size at a time
+	version atomic.Pointer[string] // of mkfs, once known
+	ready   chan string            // a prepared disk of DefaultDiskMiB
+	cancel  context.CancelFunc     // ends the owner of ready
+	done    sync.WaitGroup
 }
 
 // Open prepares a Manager for the sandbox directories below dir, which must be private to the daemon (0700). It removes
 // what an earlier daemon left half made in dir/templates and begins to fill the pool of ready disks. Close it.
 func Open(dir string, o Options) (*Manager, error) {
-	m := &Manager{dir: filepath.Clean(dir), templates: filepath.Join(dir, "templates"), log: o.Log, ready: make(chan string)}
+	m := &Manager{dir: filepath.Clean(dir), templates: filepath.Join(dir, "templates"), log: o.Log, ready: make(chan string),
+		busyTimeout: 3 * time.Second, detachTimeout: 5 * time.Second}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
 	}
@@ -111,7 +118,7 @@ func (m *Manager) Create(ctx context.Context, sandboxDir string, diskMiB int64) 
 		default:
 		}
 	}
-	template, err := m.template(ctx, diskMiB)
+	template, err := m.template(diskMiB)
 	if err != nil {
 		return err
 	}
