@@ -150,7 +150,8 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
 	raw := chain("raw", nftables.ChainHookPrerouting, nftables.ChainPriorityRaw, filter)
 	rule(raw, t.ours(expr.MetaKeyIIFNAME, true), jump(fromSandbox))
 	// An address of the block comes in from elsewhere only by forgery: answers carry this host's address until later.
-	rule(raw, ipv4(true), t.inBlock(16), drop())
+	// (This host speaks to its own ends of the links by lo.)
+	rule(raw, notLoopback(), ipv4(true), t.inBlock(16), drop())
 
 	rule(fromSandbox, ipv4(false), drop())
 	rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, 12, false), drop())
@@ -269,6 +270,10 @@ func lookup(s *nftables.Set, yes bool) []expr.Any {
 
 func ipv4(yes bool) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, &expr.Cmp{Op: op(yes), Register: 1, Data: []byte{unix.NFPROTO_IPV4}}}
+}
+
+func notLoopback() []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: ifname("lo")}}
 }
 
 func ctState(bits uint32) []expr.Any {
