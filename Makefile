@@ -2,7 +2,12 @@
 #
 #   make          build everything this host needs (runc only where the host has none of version 1.1 or later)
 #   make deps     on Debian or Ubuntu, as root: install what the build and the tests need and is missing
-#   make clean    remove bin/
+#   make demo     see it work: an agent's code in a gVisor sandbox, on a private daemon that leaves nothing behind
+#   make test     check, then every test; ends with a line that counts. As root, else most of it is skipped
+#   make check    what needs no running: format, vet, import table, sizes, other platforms
+#   make bench    measure each verb beside its floor (BENCH=... for options, see bench/)
+#   make install  as root: programs and the systemd unit, below PREFIX (/usr/local)
+#   make clean    remove what was built
 
 GO      ?= go
 BIN     := bin
@@ -15,9 +20,12 @@ RUNC    := $(shell sed -n 's,^.*github.com/opencontainers/runc v\([^ ]*\).*$$,\1
 GOFLAGS_STATIC := -trimpath -ldflags '-s -w'
 HOST_RUNC      := $(shell runc --version 2>/dev/null | sed -n 's/^runc version \(1\.[1-9][0-9]*\|[2-9]\).*/yes/p')
 SECCOMP        := $(shell pkg-config --exists libseccomp 2>/dev/null && echo seccomp)
-DEB_PACKAGES   := gcc libc6-dev libseccomp-dev pkg-config busybox-static e2fsprogs iproute2 nftables
+DEB_PACKAGES   := gcc libc6-dev libseccomp-dev pkg-config git busybox-static e2fsprogs iproute2 nftables
+PREFIX         ?= /usr/local
+DESTDIR        ?=
+TESTFLAGS      ?=
 
-.PHONY: build shard shard-init shard-runsc runc deps clean
+.PHONY: build shard shard-init shard-runsc runc deps check test demo bench install clean
 .DEFAULT_GOAL := build
 
 build: shard shard-init shard-runsc $(if $(HOST_RUNC),,runc)
@@ -39,11 +47,40 @@ runc:
 	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -tags 'netgo osusergo $(SECCOMP)' \
 		-ldflags '-s -w -linkmode external -extldflags -static -X main.version=$(RUNC)' -o ../../$(BIN)/runc github.com/opencontainers/runc
 
+# Does nothing when everything is there. A machine without Go gets the distribution's, which fetches the version that
+# go.mod names by itself if it is 1.21 or later.
 deps:
-	@missing=$$(for p in $(DEB_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || echo $$p; done); \
+	@missing=$$(for p in $(DEB_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || echo $$p; done; \
+		command -v $(GO) >/dev/null || echo golang-go); \
 	if [ -z "$$missing" ]; then exit 0; fi; \
-	if ! command -v apt-get >/dev/null || [ $$(id -u) != 0 ]; then echo "install by hand:" $$missing >&2; exit 1; fi; \
-	apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing
+	if ! command -v apt-get >/dev/null || [ $$(id -u) != 0 ]; then echo "make deps: not root on Debian or Ubuntu: install by hand:" $$missing >&2; exit 0; fi; \
+	apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends $$missing
+
+# The agent stays in every sandbox: it must stay small.
+check: shard-init
+	@unformatted=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$unformatted" ]; then echo "gofmt these:" $$unformatted >&2; exit 1; fi
+	$(GO) vet ./...
+	$(GO) test -run 'TestHouse|TestBans' .
+	@size=$$(stat -c %s $(BIN)/shard-init); if [ $$size -gt 4194304 ]; then echo "shard-init has $$size bytes, more than 4 MiB" >&2; exit 1; fi
+	GOOS=linux GOARCH=arm64 CGO_ENABLED=0 $(GO) build -o /dev/null ./...
+	GOOS=darwin GOARCH=arm64 CGO_ENABLED=0 $(GO) build -o /dev/null ./cmd/shard
+
+test: build check
+	$(GO) test -json -timeout 40m $(TESTFLAGS) ./... | $(GO) run ./tools/report
+
+demo: build
+	demo/run
+
+bench: build
+	$(GO) run ./bench $(BENCH)
+
+install: build
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/libexec/shard $(DESTDIR)/etc/systemd/system
+	install -m 755 $(BIN)/shard $(DESTDIR)$(PREFIX)/bin/shard
+	install -m 755 $(BIN)/shard-init $(BIN)/shard-runsc $(DESTDIR)$(PREFIX)/libexec/shard/
+	if [ -x $(BIN)/runc ]; then install -m 755 $(BIN)/runc $(DESTDIR)$(PREFIX)/libexec/shard/; fi
+	sed 's,@PREFIX@,$(PREFIX),' packaging/shard.service >$(DESTDIR)/etc/systemd/system/shard.service
+	@echo 'installed; start it for good: systemctl daemon-reload && systemctl enable --now shard'
 
 clean:
-	rm -rf $(BIN)
+	rm -rf $(BIN) build
