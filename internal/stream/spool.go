@@ -47,7 +47,8 @@ type state struct {
 
 // Spool is the held output of one command. One goroutine appends; any may use the rest.
 type Spool struct {
-	path string
+	path   string
+	window int
 
 	mu       sync.Mutex
 	f        *os.File // nil until the first byte: most commands write little or nothing
@@ -64,12 +65,15 @@ type Spool struct {
 	ack      func(n int)
 }
 
-// New makes an empty spool. The file at path comes with the first byte of output.
-func New(path string) *Spool { return &Spool{path: path, changed: make(chan struct{})} }
+// New makes an empty spool. The file at path comes with the first byte of output. window is how many unacknowledged bytes
+// the other side may have under way.
+func New(path string, window int) *Spool {
+	return &Spool{path: path, window: window, changed: make(chan struct{})}
+}
 
 // Open takes up a file that an earlier daemon wrote; where there is none, nothing was written.
-func Open(path string) (*Spool, error) {
-	s := New(path)
+func Open(path string, window int) (*Spool, error) {
+	s := New(path, window)
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
 	if errors.Is(err, fs.ErrNotExist) {
 		return s, nil
@@ -105,17 +109,28 @@ func (st *state) fields() [8]*int64 {
 	return [8]*int64{&st.Tail, &st.Head, &st.Last, &st.First, &st.Floor, &st.End, &st.Seen, &st.Lost}
 }
 
+// Resume begins a new session with whatever writes the program's output: it goes on behind the offset returned, and what
+// is held counts as acknowledged.
+func (s *Spool) Resume() (offset int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ack, s.acked = nil, s.st.End
+	return s.st.End
+}
+
 // OnAck names the function that is told how many more bytes of the program's output are safe here, so that the program
-// may write as many more. It is called without locks held, from Append, from a reader, and from Attach and Close of one.
+// may write as many more. It is called without locks held, from here, from Append, and from a reader's methods.
 func (s *Spool) OnAck(ack func(n int)) {
 	s.mu.Lock()
 	s.ack = ack
+	tell := s.takeAck()
 	s.mu.Unlock()
+	tell()
 }
 
 // Append takes the next bytes of the program's output. It never waits for a reader: the reader's share is bounded by
-// what is acknowledged. window is how many unacknowledged bytes the other side may have under way.
-func (s *Spool) Append(channel byte, p []byte, window int) error {
+// what is acknowledged.
+func (s *Spool) Append(channel byte, p []byte) error {
 	s.mu.Lock()
 	for len(p) > 0 && s.failed == nil && !s.closed {
 		n := min(len(p), maxFrame)
@@ -126,7 +141,7 @@ func (s *Spool) Append(channel byte, p []byte, window int) error {
 	if s.closed {
 		err = ErrClosed
 	}
-	tell := s.takeAck(window)
+	tell := s.takeAck()
 	s.wake()
 	s.mu.Unlock()
 	tell()
@@ -157,12 +172,12 @@ func (s *Spool) append(channel byte, p []byte) error {
 		if full := st.Head-st.Tail+need > ringSize; !full && end > st.Floor {
 			break
 		}
-		if s.reader != nil && s.reader.pos <= st.Tail {
-			return errors.New("the sandbox sent more output than it was allowed to")
-		}
 		st.raise(end)
 		st.First = end
 		st.Tail += frameHead + int64(n)
+		if r := s.reader; r != nil && r.pos < st.Tail { // only when a session broke while the reader was far behind
+			r.pos, r.inner, r.got = st.Tail, 0, end
+		}
 	}
 	length := len(p)
 	if grow {
@@ -258,12 +273,12 @@ func (s *Spool) readRing(pos int64, p []byte) error {
 
 // takeAck works out what may be acknowledged now: everything, unless a reader is so far behind that what is under way
 // could push out what it has not read. A byte costs at most 1+frameHead bytes of the ring.
-func (s *Spool) takeAck(window int) func() {
+func (s *Spool) takeAck() func() {
 	n := s.st.End - s.acked
 	if n <= 0 || s.ack == nil {
 		return func() {}
 	}
-	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-int64(window)*(1+frameHead) {
+	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-int64(s.window)*(1+frameHead) {
 		return func() {}
 	}
 	s.acked = s.st.End
@@ -316,17 +331,15 @@ func (s *Spool) Close() error {
 // Reader replays what is held and then follows. While it is attached nothing that it has not read is dropped: the
 // program waits instead.
 type Reader struct {
-	s      *Spool
-	pos    int64 // ring position of the frame to read next
-	inner  int   // bytes of that frame already read
-	got    int64 // payload bytes before pos+inner
-	window int
-	buf    []byte
+	s     *Spool
+	pos   int64 // ring position of the frame to read next
+	inner int   // bytes of that frame already read
+	got   int64 // payload bytes that reached the client, or lie before the first that did
+	buf   []byte
 }
 
-// Attach makes the spool's only reader, from the oldest byte held; ErrInUse when there is one already. window is as in
-// Append.
-func (s *Spool) Attach(window int) (*Reader, error) {
+// Attach makes the spool's only reader, from the oldest byte held; ErrInUse when there is one already.
+func (s *Spool) Attach() (*Reader, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
@@ -335,59 +348,62 @@ func (s *Spool) Attach(window int) (*Reader, error) {
 	case s.reader != nil:
 		return nil, ErrInUse
 	}
-	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, window: window,
-		buf: make([]byte, maxFrame)}
+	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor,
+		buf: make([]byte, 1+maxFrame)}
 	return s.reader, nil
 }
 
-// Next returns the next bytes, at most 64 KiB, valid until the next call. It waits for them until wait is closed
-// (ErrClosed), and says io.EOF when the output has ended and all of it was read.
-func (r *Reader) Next(wait <-chan struct{}) (channel byte, p []byte, err error) {
-	s := r.s
+// Next returns the next piece of output as a message of the API's byte streams: the channel in the first byte, then at
+// most 64 KiB, valid until the next call. It waits for it until wait is closed (ErrClosed), and says io.EOF when the
+// output has ended and all of it was read.
+func (r *Reader) Next(wait <-chan struct{}) (message []byte, err error) {
 	for {
-		s.mu.Lock()
-		if s.closed || s.reader != r {
-			s.mu.Unlock()
-			return 0, nil, ErrClosed
+		message, changed, err := r.next()
+		if message != nil || err != nil {
+			return message, err
 		}
-		if s.failed != nil {
-			s.mu.Unlock()
-			return 0, nil, s.failed
-		}
-		for r.pos < s.st.Head {
-			channel, n, err := s.frameAt(r.pos, s.st.Head)
-			if err != nil {
-				s.mu.Unlock()
-				return 0, nil, err
-			}
-			if r.inner == n {
-				if r.pos == s.st.Last { // it may still grow
-					break
-				}
-				r.pos, r.inner = r.pos+frameHead+int64(n), 0
-				continue
-			}
-			p := r.buf[:n-r.inner]
-			if err := s.readRing(r.pos+frameHead+int64(r.inner), p); err != nil {
-				s.mu.Unlock()
-				return 0, nil, err
-			}
-			r.inner = n
-			s.mu.Unlock()
-			return channel, p, nil
-		}
-		if s.ended {
-			s.mu.Unlock()
-			return 0, nil, io.EOF
-		}
-		changed := s.changed
-		s.mu.Unlock()
 		select {
 		case <-changed:
 		case <-wait:
-			return 0, nil, ErrClosed
+			return nil, ErrClosed
 		}
 	}
+}
+
+func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
+	s := r.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed || s.reader != r:
+		return nil, nil, ErrClosed
+	case s.failed != nil:
+		return nil, nil, s.failed
+	}
+	for r.pos < s.st.Head {
+		channel, n, err := s.frameAt(r.pos, s.st.Head)
+		if err != nil {
+			return nil, nil, err
+		}
+		if r.inner >= n {
+			if r.pos == s.st.Last { // it may still grow
+				break
+			}
+			r.pos, r.inner = r.pos+frameHead+int64(n), 0
+			continue
+		}
+		message := r.buf[:1+n-r.inner]
+		message[0] = channel
+		if err := s.readRing(r.pos+frameHead+int64(r.inner), message[1:]); err != nil {
+			return nil, nil, err
+		}
+		r.inner = n
+		return message, nil, nil
+	}
+	if s.ended {
+		return nil, nil, io.EOF
+	}
+	return nil, s.changed, nil
 }
 
 // Consumed says that n of the bytes that Next returned have reached the client.
@@ -403,7 +419,7 @@ func (r *Reader) Consumed(n int) {
 				s.failed = err
 			}
 		}
-		tell = s.takeAck(r.window)
+		tell = s.takeAck()
 	}
 	s.mu.Unlock()
 	tell()
@@ -416,7 +432,7 @@ func (r *Reader) Close() {
 	tell := func() {}
 	if s.reader == r {
 		s.reader = nil
-		tell = s.takeAck(r.window)
+		tell = s.takeAck()
 	}
 	s.mu.Unlock()
 	tell()

@@ -16,27 +16,27 @@ const window = 1 << 20
 
 func readAll(t testing.TB, s *Spool) (out [3][]byte) {
 	t.Helper()
-	r, err := s.Attach(window)
+	r, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer r.Close()
 	for {
-		c, p, err := r.Next(nil)
+		m, err := r.Next(nil)
 		if err == io.EOF {
 			return out
 		}
 		if err != nil {
 			t.Fatal(err)
 		}
-		out[c] = append(out[c], p...)
-		r.Consumed(len(p))
+		out[m[0]] = append(out[m[0]], m[1:]...)
+		r.Consumed(len(m) - 1)
 	}
 }
 
 // TestNewestAreKept: without a reader exactly the newest Held bytes stay, and every other byte is counted.
 func TestNewestAreKept(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"))
+	s := New(filepath.Join(t.TempDir(), "out"), window)
 	defer s.Close()
 	var all []byte
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -46,7 +46,7 @@ func TestNewestAreKept(t *testing.T) {
 			p[i] = byte(rnd.Uint32())
 		}
 		all = append(all, p...)
-		if err := s.Append(1, p, window); err != nil {
+		if err := s.Append(1, p); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -72,7 +72,7 @@ func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		path := filepath.Join(dir, "out")
 		_ = os.Remove(path)
-		s := New(path)
+		s := New(path, window)
 		defer func() { s.Close() }()
 		var written, seen, received int64
 		var unacked int64
@@ -99,7 +99,7 @@ func TestModel(t *testing.T) {
 					if k < 4096 {
 						k = min(len(p), k*50)
 					}
-					if err := s.Append(byte(1+len(p)%2), p[:k], window); err != nil {
+					if err := s.Append(byte(1+len(p)%2), p[:k]); err != nil {
 						t.Fatal(err)
 					}
 					p = p[k:]
@@ -107,7 +107,7 @@ func TestModel(t *testing.T) {
 			case 3:
 				if r == nil {
 					var err error
-					if r, err = s.Attach(window); err != nil {
+					if r, err = s.Attach(); err != nil {
 						t.Fatal(err)
 					}
 					at = r.got
@@ -115,13 +115,14 @@ func TestModel(t *testing.T) {
 				stop := make(chan struct{})
 				close(stop)
 				for range rapid.IntRange(1, 40).Draw(t, "reads") {
-					_, p, err := r.Next(stop)
+					m, err := r.Next(stop)
 					if errors.Is(err, ErrClosed) {
 						break
 					}
 					if err != nil {
 						t.Fatal(err)
 					}
+					p := m[1:]
 					for i, b := range p {
 						if b != byte((at+int64(i))*31) {
 							t.Fatalf("byte %d is wrong", at+int64(i))
@@ -140,7 +141,7 @@ func TestModel(t *testing.T) {
 			case 5:
 				s.Close()
 				var err error
-				if s, err = Open(path); err != nil {
+				if s, err = Open(path, window); err != nil {
 					t.Fatal(err)
 				}
 				watch()
@@ -158,7 +159,7 @@ func TestModel(t *testing.T) {
 		}
 		lost := s.Lost()
 		s.Finish()
-		out, err := s.Attach(window)
+		out, err := s.Attach()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -172,17 +173,17 @@ func TestModel(t *testing.T) {
 // TestReaderHoldsTheProgram: with a reader attached nothing is lost, even when the program changes channel each byte and
 // the reader begins only when the program has come to a halt.
 func TestReaderHoldsTheProgram(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"))
+	s := New(filepath.Join(t.TempDir(), "out"), window)
 	defer s.Close()
 	free := window // only the program's goroutine, and whoever it waits for, touch it
 	s.OnAck(func(n int) { free += n })
-	r, err := s.Attach(window)
+	r, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
 	}
 	write := func() {
 		for i := 0; free > 0; i++ {
-			if err := s.Append(byte(1+i%2), []byte{'x'}, window); err != nil {
+			if err := s.Append(byte(1+i%2), []byte{'x'}); err != nil {
 				t.Fatal(err)
 			}
 			free--
@@ -195,12 +196,12 @@ func TestReaderHoldsTheProgram(t *testing.T) {
 	var got int64
 	read := func(until int64) {
 		for got < until {
-			_, p, err := r.Next(nil)
+			m, err := r.Next(nil)
 			if err != nil {
 				t.Fatal(err)
 			}
-			got += int64(len(p))
-			r.Consumed(len(p))
+			got += int64(len(m) - 1)
+			r.Consumed(len(m) - 1)
 		}
 	}
 	read(s.End() * 3 / 4)
@@ -212,24 +213,24 @@ func TestReaderHoldsTheProgram(t *testing.T) {
 }
 
 func TestOneReader(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"))
-	r, err := s.Attach(window)
+	s := New(filepath.Join(t.TempDir(), "out"), window)
+	r, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Attach(window); !errors.Is(err, ErrInUse) {
+	if _, err := s.Attach(); !errors.Is(err, ErrInUse) {
 		t.Fatalf("a second reader: %v", err)
 	}
 	r.Close()
-	r2, err := s.Attach(window)
+	r2, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := r.Next(nil); !errors.Is(err, ErrClosed) {
+	if _, err := r.Next(nil); !errors.Is(err, ErrClosed) {
 		t.Fatalf("the first reader still reads: %v", err)
 	}
 	done := make(chan error)
-	go func() { _, _, err := r2.Next(nil); done <- err }()
+	go func() { _, err := r2.Next(nil); done <- err }()
 	s.Close()
 	if err := <-done; !errors.Is(err, ErrClosed) {
 		t.Fatalf("a waiting reader got %v", err)
@@ -245,39 +246,39 @@ func FuzzOpen(f *testing.F) {
 		if err := os.WriteFile(path, append(file, ring...), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		s, err := Open(path)
+		s, err := Open(path, window)
 		if err != nil {
 			return
 		}
 		defer s.Close()
 		s.Finish()
-		if r, err := s.Attach(window); err == nil {
+		if r, err := s.Attach(); err == nil {
 			for {
-				if _, p, err := r.Next(nil); err != nil {
+				m, err := r.Next(nil)
+				if err != nil {
 					break
-				} else {
-					r.Consumed(len(p))
 				}
+				r.Consumed(len(m) - 1)
 			}
 		}
-		_ = s.Append(1, []byte("more"), window)
+		_ = s.Append(1, []byte("more"))
 	})
 }
 
 func BenchmarkThrough(b *testing.B) {
-	s := New(filepath.Join(b.TempDir(), "out"))
+	s := New(filepath.Join(b.TempDir(), "out"), window)
 	defer s.Close()
 	p := make([]byte, maxFrame)
-	r, _ := s.Attach(window)
+	r, _ := s.Attach()
 	b.SetBytes(int64(len(p)))
 	for b.Loop() {
-		if err := s.Append(1, p, window); err != nil {
+		if err := s.Append(1, p); err != nil {
 			b.Fatal(err)
 		}
-		_, q, err := r.Next(nil)
+		m, err := r.Next(nil)
 		if err != nil {
 			b.Fatal(err)
 		}
-		r.Consumed(len(q))
+		r.Consumed(len(m) - 1)
 	}
 }
