@@ -21,8 +21,9 @@ import (
 
 const (
 	poolSize     = 2
-	maxTemplates = 16              // sizes are chosen by clients: without a cap the cache could fill the host
-	mkfsTimeout  = 2 * time.Minute // 10 GiB take 7 ms
+	maxTemplates = 16                     // sizes are chosen by clients: without a cap the cache could fill the host
+	mkfsTimeout  = 2 * time.Minute        // 10 GiB take 7 ms
+	poolRest     = 250 * time.Millisecond // refilling writes to the host's disk: let the taker have it first
 	poolRetry    = time.Minute
 )
 
@@ -56,6 +57,14 @@ func (m *Manager) makeTemplate(ctx context.Context, diskMiB int64) (string, erro
 	if _, err := os.Stat(path); err == nil {
 		return path, nil
 	}
+	content, err := os.MkdirTemp(m.templates, scratchPrefix)
+	if err != nil {
+		return "", fmt.Errorf("make a disk template: %w", err)
+	}
+	defer os.RemoveAll(content)
+	if err := makeOverlayDirs(content); err != nil {
+		return "", fmt.Errorf("make a disk template: %w", err)
+	}
 	f, err := os.CreateTemp(m.templates, scratchPrefix)
 	if err != nil {
 		return "", fmt.Errorf("make a disk template: %w", err)
@@ -71,7 +80,7 @@ func (m *Manager) makeTemplate(ctx context.Context, diskMiB int64) (string, erro
 	// No journal: it would cost 4 MB per sandbox and protect only against a crash of the host, for which e2fsck is enough.
 	// No resize inode: disks never grow in place. lazy_itable_init: a hole reads as zeros already, see mountOptions.
 	out, err := exec.CommandContext(ctx, "mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-O", "^has_journal,^resize_inode",
-		"-E", "lazy_itable_init=1,nodiscard,root_owner=0:0", f.Name()).CombinedOutput()
+		"-E", "lazy_itable_init=1,nodiscard,root_owner=0:0", "-d", content, f.Name()).CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("mkfs.ext4 of a disk of %d MiB: %w: %s", diskMiB, err, clip(out))
 	}
@@ -152,16 +161,11 @@ func (m *Manager) offerDisk(ctx context.Context) bool {
 		if ctx.Err() == nil {
 			m.log.Debug("no disk can be kept ready", "error", err)
 		}
-		select {
-		case <-time.After(poolRetry):
-			return true
-		case <-ctx.Done():
-			return false
-		}
+		return pause(ctx, poolRetry) == nil
 	}
 	select {
 	case m.ready <- path:
-		return true
+		return pause(ctx, poolRest) == nil
 	case <-ctx.Done():
 		return false // Close removes the file
 	}
@@ -196,7 +200,7 @@ func (m *Manager) removeScratch() error {
 	}
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), scratchPrefix) || strings.HasPrefix(e.Name(), readyPrefix) {
-			if err := os.Remove(filepath.Join(m.templates, e.Name())); err != nil {
+			if err := os.RemoveAll(filepath.Join(m.templates, e.Name())); err != nil {
 				return fmt.Errorf("remove an old disk: %w", err)
 			}
 		}

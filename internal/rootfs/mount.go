@@ -80,8 +80,13 @@ func (m *Manager) mountDisk(ctx context.Context, sandboxDir string) error {
 	if err := unix.Mount("", dir, "", unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("make the mount private: %w", err)
 	}
+	return makeOverlayDirs(dir) // there already, unless a repair lost them
+}
+
+// makeOverlayDirs makes what an overlay wants to find on the sandbox's disk.
+func makeOverlayDirs(disk string) error {
 	for name, mode := range map[string]fs.FileMode{"upper": 0o755, "work": 0o700} { // the guest's / has the mode of upper
-		path := filepath.Join(dir, name)
+		path := filepath.Join(disk, name)
 		if err := os.Mkdir(path, mode); errors.Is(err, fs.ErrExist) {
 			continue
 		} else if err != nil {
