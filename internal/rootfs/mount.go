@@ -194,6 +194,9 @@ func isClean(file string) (bool, error) {
 // whatever it finds, also after a restart of the daemon, and when there is nothing to do. Writing back what the guest
 // left unwritten can take as long as the host's disk needs; ctx bounds the waits for users of the mounts.
 func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
+	if err := release(sandboxDir); err != nil { // a frozen file system never goes away
+		return fmt.Errorf("release the disk: %w", err)
+	}
 	for _, name := range []string{rootDir, diskDir} {
 		path := filepath.Join(sandboxDir, name)
 		if err := m.unmountPoint(ctx, path); err != nil {
@@ -278,8 +281,8 @@ func (m *Manager) Mounted(sandboxDir string) (bool, error) {
 	return dir.Dev != root.Dev, nil
 }
 
-// Sweep unmounts, after a crash, every root and disk below the Manager's directory whose sandbox keep does not want. It
-// goes on after a failure and joins the errors.
+// Sweep unmounts, after a crash, every root and disk below the Manager's directory whose sandbox keep does not want, and
+// releases the others from a Clone that never ended. It goes on after a failure and joins the errors.
 func (m *Manager) Sweep(ctx context.Context, keep func(sandboxDir string) bool) error {
 	dir, err := filepath.EvalSymlinks(m.dir)
 	if err != nil {
@@ -298,10 +301,15 @@ func (m *Manager) Sweep(ctx context.Context, keep func(sandboxDir string) bool) 
 			continue
 		}
 		seen[sandboxDir] = true
-		if rel, err := filepath.Rel(dir, sandboxDir); err != nil || keep(filepath.Join(m.dir, rel)) {
-			continue
+		rel, err := filepath.Rel(dir, sandboxDir) // keep is asked in the terms of Open, symbolic links and all
+		switch {
+		case err != nil:
+		case keep(filepath.Join(m.dir, rel)):
+			err = release(sandboxDir)
+		default:
+			err = m.Unmount(ctx, sandboxDir)
 		}
-		if err := m.Unmount(ctx, sandboxDir); err != nil {
+		if err != nil {
 			errs = append(errs, fmt.Errorf("sweep %s: %w", sandboxDir, err))
 		}
 	}

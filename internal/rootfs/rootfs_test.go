@@ -648,6 +648,70 @@ func TestOtherNamespace(t *testing.T) {
 	h.wantMounts(0)
 }
 
+func TestClone(t *testing.T) {
+	h := newHost(t)
+	h.layer("base", map[string]string{"x": "image"})
+	dir := h.sandbox("a", 64)
+	must(t, os.Mkdir(filepath.Join(dir, diskDir), 0o700)) // not a mount: the host must not be frozen
+	must(t, os.MkdirAll(filepath.Join(h.dir, "sandboxes", "early"), 0o700), h.Clone(t.Context(), dir, filepath.Join(h.dir, "sandboxes", "early")))
+
+	root := h.mount(dir, "base")
+	stop, stopped := make(chan struct{}), make(chan int)
+	go func() { // a guest that goes on writing, each file whole before the next
+		for n := 0; ; n++ {
+			select {
+			case <-stop:
+				stopped <- n
+				return
+			default:
+			}
+			if err := os.WriteFile(filepath.Join(root, fmt.Sprint(n)), []byte(fmt.Sprint(n)), 0o644); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	var copies []string
+	for i := range 3 {
+		to := filepath.Join(h.dir, "sandboxes", fmt.Sprint("copy", i))
+		must(t, os.MkdirAll(to, 0o700), os.WriteFile(filepath.Join(root, "before"), []byte(fmt.Sprint(i)), 0o644), h.Clone(t.Context(), dir, to))
+		copies = append(copies, to)
+	}
+	close(stop)
+	if n := <-stopped; n == 0 {
+		t.Error("the guest wrote nothing")
+	}
+	for i, to := range copies {
+		root := h.mount(to, "base")
+		if got := read(t, filepath.Join(root, "before")); got != fmt.Sprint(i) {
+			t.Error(got)
+		}
+		if entries, err := os.ReadDir(root); err != nil || len(entries) < 2 {
+			t.Error(entries, err)
+		}
+		must(t, os.WriteFile(filepath.Join(root, "own"), nil, 0o644))
+	}
+	if _, err := os.Stat(filepath.Join(root, "own")); err == nil {
+		t.Error("the source sees a copy's file")
+	}
+	if err := h.Clone(t.Context(), dir, copies[0]); !errors.Is(err, fs.ErrExist) {
+		t.Error("a disk is replaced:", err)
+	}
+	must(t, os.WriteFile(filepath.Join(root, "after"), nil, 0o644)) // the failure has released it
+
+	// A daemon that is killed during the copy leaves the source frozen.
+	freeze := func() {
+		disk, err := openDisk(dir)
+		must(t, err)
+		defer disk.Close()
+		must(t, unix.IoctlSetInt(int(disk.Fd()), fiFreeze, 0))
+	}
+	freeze()
+	must(t, h.Sweep(t.Context(), func(string) bool { return true }))
+	must(t, os.WriteFile(filepath.Join(root, "thawed"), nil, 0o644))
+	freeze()
+	h.unmount(dir)
+}
+
 func TestPool(t *testing.T) {
 	h := newHost(t)
 	dir := filepath.Join(h.dir, "a")
