@@ -37,6 +37,7 @@ type Options struct {
 // Client speaks to one daemon. It is safe for concurrent use.
 type Client struct {
 	http *http.Client
+	dial func(ctx context.Context) (net.Conn, error)
 	base string
 	ua   string
 }
@@ -58,6 +59,7 @@ func New(o Options) *Client {
 			Transport:     transport,
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
+		dial: o.Dial,
 		base: "http://shard",
 		ua:   o.UserAgent,
 	}
@@ -182,10 +184,11 @@ func transportError(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); cause != nil {
 		return cause
 	}
-	for _, told := range []func(error) (error, bool){asType[*DialError], asType[*shard.Error]} {
-		if e, ok := told(err); ok {
-			return e
-		}
+	if e, ok := errors.AsType[*DialError](err); ok {
+		return e
+	}
+	if e, ok := errors.AsType[*shard.Error](err); ok {
+		return e
 	}
 	if e, ok := errors.AsType[*url.Error](err); ok {
 		err = e.Err
@@ -194,11 +197,6 @@ func transportError(ctx context.Context, err error) error {
 		return ErrBroken
 	}
 	return fmt.Errorf("%w: %w", ErrBroken, err)
-}
-
-func asType[E error](err error) (error, bool) {
-	e, ok := errors.AsType[E](err)
-	return e, ok
 }
 
 // refusal turns an answer with an error status into the error it carries.

@@ -32,7 +32,7 @@ const (
 	// StdinPiece is the payload of one message of input, in bytes.
 	StdinPiece = 64 << 10
 	// closeWait bounds the wait for the daemon's close after the last message.
-	closeWait = 5 * time.Second
+	closeWait = time.Second
 )
 
 // Exec starts a command. When it returns, the command runs (execve succeeded); a command that could not be started is
@@ -41,6 +41,25 @@ func (c *Client) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 	var out shard.Exec
 	err := c.do(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "exec"), body: req}, &out)
 	return &out, err
+}
+
+// Run is Exec and Attach over one connection, the quickest way to a command's output. When only the attach failed, the
+// record comes with the error: the command runs.
+func (c *Client) Run(ctx context.Context, ref string, req shard.ExecRequest) (*shard.Exec, *Stream, error) {
+	one := &oneConn{dial: c.dial}
+	pinned := &Client{http: &http.Client{Transport: one}, dial: c.dial, base: c.base, ua: c.ua}
+	req.Attach = true
+	exec, err := pinned.Exec(ctx, ref, req)
+	if err != nil {
+		one.close()
+		return nil, nil, err
+	}
+	stream, err := pinned.Attach(ctx, ref, exec.ID)
+	if err != nil {
+		one.close()
+		return exec, nil, err
+	}
+	return exec, stream, nil
 }
 
 // GetExec reads the record of a command.
@@ -205,6 +224,9 @@ func (s *Stream) last(frame byte, raw []byte) (*Exit, error) {
 func (s *Stream) broken(err error) error {
 	if cause := context.Cause(s.ctx); cause != nil {
 		return cause
+	}
+	if errors.Is(err, websocket.ErrMessageTooBig) {
+		return fmt.Errorf("the daemon sent a message of more than %d bytes on a command's stream", maxMessage)
 	}
 	if c, ok := errors.AsType[websocket.CloseError](err); ok {
 		if reason := strings.TrimSpace(c.Reason); reason != "" {

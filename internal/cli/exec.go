@@ -92,18 +92,21 @@ type session struct {
 // run starts the command and stays with it.
 func (s *session) run(ctx context.Context, o execOptions) error {
 	req := shard.ExecRequest{Command: o.command, Env: o.env, Workdir: o.workdir, User: o.user, Stdin: o.interactive,
-		TTY: o.tty, Attach: true}
+		TTY: o.tty}
 	if o.tty {
 		req.Size = terminalSize(s.In, s.Out)
 	}
-	exec, err := s.client.Exec(ctx, o.ref, req)
-	if err != nil {
-		if errors.Is(err, errInterrupted) {
-			return &exitError{exitInterrupted, errors.New("interrupted before the command was known to run")}
-		}
+	exec, stream, err := s.client.Run(ctx, o.ref, req)
+	switch {
+	case exec != nil && err != nil:
+		return s.ended(ctx, exec.ID, err)
+	case errors.Is(err, errInterrupted):
+		return &exitError{exitInterrupted, errors.New("interrupted before the command was known to run")}
+	case err != nil:
 		return notStarted(err)
 	}
-	return s.attend(ctx, exec.ID, o)
+	defer stream.Close()
+	return s.attend(ctx, exec.ID, stream, o)
 }
 
 // notStarted gives a command that never ran the exit code that a shell would.
@@ -115,7 +118,7 @@ func notStarted(err error) error {
 }
 
 // attend connects the terminal with the command until the command has ended or is let go of.
-func (s *session) attend(ctx context.Context, id string, o execOptions) error {
+func (s *session) attend(ctx context.Context, id string, stream *client.Stream, o execOptions) error {
 	// A reader of our output that goes away is an error of a write, not our death: the terminal must be restored and
 	// the command be spoken of.
 	signal.Ignore(syscall.SIGPIPE)
@@ -127,14 +130,6 @@ func (s *session) attend(ctx context.Context, id string, o execOptions) error {
 		}
 		restore = raw
 		defer restore()
-	}
-	stream, err := s.client.Attach(ctx, s.ref, id)
-	if err != nil {
-		restore()
-		return s.ended(ctx, id, err)
-	}
-	defer stream.Close()
-	if o.tty {
 		stop := s.followSize(ctx, func(ctx context.Context, size shard.Size) {
 			_ = s.client.Resize(ctx, s.ref, id, size) // refused only when the command has just ended
 		})
