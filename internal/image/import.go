@@ -3,6 +3,7 @@ package image
 import (
 	"archive/tar"
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -46,7 +47,7 @@ func (s *Store) Import(ctx context.Context, r io.Reader, ref string, o ImportOpt
 		return nil, fmt.Errorf("make the file for an import: %w", err)
 	}
 	defer func() { _ = spool.Close(); _ = os.Remove(spool.Name()) }()
-	read, diff, err := s.spool(ctx, spool, r)
+	diff, err := s.spool(ctx, spool, r)
 	if err != nil {
 		return nil, err
 	}
@@ -54,7 +55,7 @@ func (s *Store) Import(ctx context.Context, r io.Reader, ref string, o ImportOpt
 	if err != nil {
 		return nil, importError(err)
 	}
-	p, err := s.detect(a, ref, read)
+	p, err := s.detect(a, ref)
 	if err != nil {
 		return nil, err
 	}
@@ -72,7 +73,9 @@ func (s *Store) Import(ctx context.Context, r io.Reader, ref string, o ImportOpt
 	defer cancel()
 	go func() {
 		defer close(f.done)
-		f.img, f.err = s.importImage(ctx, f, ref, p)
+		if f.img, f.err = s.importImage(ctx, f, ref, p); f.err != nil {
+			s.freeLayers()
+		}
 	}()
 	if err := f.join(ctx, progress); err != nil {
 		cancel()
@@ -89,8 +92,11 @@ type importable struct {
 	sources      []*layerSource
 }
 
-// override puts what the caller set over the image's own settings. The digest stays: it names the content.
+// override puts what the caller set over the image's own settings, which makes another image of it.
 func (p *importable) override(o ImportOptions) {
+	if len(o.Env) == 0 && o.Workdir == "" && o.User == "" {
+		return
+	}
 	p.cfg.Config.Env = shard.MergeEnv(p.cfg.Config.Env, o.Env...)
 	if o.Workdir != "" {
 		p.cfg.Config.WorkingDir = o.Workdir
@@ -98,6 +104,7 @@ func (p *importable) override(o ImportOptions) {
 	if o.User != "" {
 		p.cfg.Config.User = o.User
 	}
+	p.digest = configDigest(p.cfg, p.sources)
 }
 
 func (s *Store) importImage(ctx context.Context, f *flight, ref string, p *importable) (*Image, error) {
@@ -105,54 +112,47 @@ func (s *Store) importImage(ctx context.Context, f *flight, ref string, p *impor
 	defer s.pin(p.sources)()
 	b := &build{s: s, f: f, ref: ref, digest: p.digest, sources: p.sources,
 		fetch: func(context.Context, int, func(int64)) error { return nil }}
+	var total int64
+	for _, src := range p.sources {
+		total += src.size
+	}
+	f.publish(shard.Progress{Status: "pulling", Reference: ref, Digest: p.digest, Layers: len(p.sources), Bytes: total})
 	if err := b.run(ctx); err != nil {
 		return nil, err
 	}
 	return s.publishImage(f, refRecord{Version: recordVersion, Reference: ref, Asked: p.digest, Digest: p.digest}, p.cfg, p.sources)
 }
 
-// spool writes the decompressed stream to f, and gives how many bytes came in and the digest of what went out.
-func (s *Store) spool(ctx context.Context, f *os.File, r io.Reader) (read int64, diff string, err error) {
+// spool writes the decompressed stream to f, and gives the digest of what went out.
+func (s *Store) spool(ctx context.Context, f *os.File, r io.Reader) (diff string, err error) {
 	in := &countReader{r: &ctxReader{ctx: ctx, r: r}}
 	plain, closer, err := decompress(in)
 	if err != nil {
-		return 0, "", importError(err)
+		return "", importError(err)
 	}
 	defer closer()
 	sum := sha256.New()
-	buf := make([]byte, 1<<20)
-	var written int64
+	buf := make([]byte, 256<<10)
+	b := budget{limits: s.limits}
 	for {
-		n, err := io.ReadFull(plain, buf)
+		n, err := plain.Read(buf)
 		sum.Write(buf[:n])
 		if _, e := f.Write(buf[:n]); e != nil {
-			return 0, "", importError(e)
+			return "", importError(e)
 		}
-		if written += int64(n); written > s.limits.of(in.n) {
-			return 0, "", importError(errBomb)
+		if e := b.wrote(int(f.Fd()), int64(n)); e != nil {
+			return "", importError(e)
 		}
-		switch err {
-		case nil:
-		case io.EOF, io.ErrUnexpectedEOF:
-			// ReadFull says ErrUnexpectedEOF for any short end, the decompressor for a cut one: ask again.
-			if n, err := plain.Read(buf[:1]); err != io.EOF || n > 0 {
-				return 0, "", importError(cmp0(err))
-			}
-			return in.n, fmt.Sprintf("sha256:%x", sum.Sum(nil)), nil
-		default:
-			return 0, "", importError(err)
+		if b.disk > s.limits.of(in.n) {
+			return "", importError(errBomb)
 		}
-		if left, err := roomLeft(int(f.Fd())); err == nil && left <= 0 {
-			return 0, "", errDiskFull(errors.New("the spooled archive would use up the reserve"))
+		if err == io.EOF {
+			return fmt.Sprintf("sha256:%x", sum.Sum(nil)), nil
+		}
+		if err != nil {
+			return "", importError(err)
 		}
 	}
-}
-
-func cmp0(err error) error {
-	if err == nil {
-		return io.ErrUnexpectedEOF
-	}
-	return err
 }
 
 type countReader struct {
@@ -265,8 +265,8 @@ func (a *archive) read(name string, most int64) ([]byte, bool) {
 	return data, err == nil
 }
 
-// detect finds out by content what the archive is. compressed is its size as it came.
-func (s *Store) detect(a *archive, ref string, compressed int64) (*importable, error) {
+// detect finds out by content what the archive is.
+func (s *Store) detect(a *archive, ref string) (*importable, error) {
 	if layout, ok := a.read("oci-layout", 1<<10); ok {
 		var v struct {
 			Version string `json:"imageLayoutVersion"`
@@ -281,7 +281,7 @@ func (s *Store) detect(a *archive, ref string, compressed int64) (*importable, e
 			return s.dockerSave(a, ref, saved)
 		}
 	}
-	return s.rootfs(a, compressed), nil
+	return s.rootfs(a), nil
 }
 
 func blobName(digest string) string { return "blobs/sha256/" + strings.TrimPrefix(digest, "sha256:") }
@@ -318,7 +318,7 @@ func (s *Store) ociLayout(a *archive, ref string, data []byte) (*importable, err
 	if err != nil {
 		return nil, shard.Wrap(shard.CodeInvalidRequest, err, "the index.json of the archive cannot be read")
 	}
-	what := "the archive"
+	what := cmp.Or(ref, "archive")
 	names := map[string]bool{}
 	var named *v1.Descriptor
 	for i, d := range index.Manifests {
@@ -400,7 +400,7 @@ type savedImage struct {
 }
 
 func (s *Store) dockerSave(a *archive, ref string, saved []savedImage) (*importable, error) {
-	what := "the archive"
+	what := cmp.Or(ref, "archive")
 	names := map[string]bool{}
 	pick := -1
 	for i, im := range saved {
@@ -450,17 +450,23 @@ func (s *Store) dockerSave(a *archive, ref string, saved []savedImage) (*importa
 }
 
 // rootfs takes the whole archive as the only layer of an image.
-func (s *Store) rootfs(a *archive, compressed int64) *importable {
+func (s *Store) rootfs(a *archive) *importable {
 	src := section(io.NewSectionReader(a.f, 0, a.size), a.diff, a.diff, a.diff)
-	src.size = compressed
 	hash, _ := v1.NewHash(a.diff) // our own digest: always valid
 	cfg := &v1.ConfigFile{OS: "linux", Architecture: s.o.Arch, Created: v1.Time{Time: time.Now().UTC().Truncate(time.Second)},
 		RootFS: v1.RootFS{Type: "layers", DiffIDs: []v1.Hash{hash}}}
-	// The digest leaves out the time and the settings: the same tar is the same image.
-	still := *cfg
-	still.Created = v1.Time{}
-	raw, _ := json.Marshal(still)
-	return &importable{digest: manifestDigest(raw, []*layerSource{src}), cfg: cfg, sources: []*layerSource{src}}
+	p := &importable{cfg: cfg, sources: []*layerSource{src}}
+	p.digest = configDigest(cfg, p.sources)
+	return p
+}
+
+// configDigest is the digest of an image that we put together: the same content and settings give the same one, at any
+// time.
+func configDigest(cfg *v1.ConfigFile, sources []*layerSource) string {
+	timeless := *cfg
+	timeless.Created = v1.Time{}
+	raw, _ := json.Marshal(timeless) // of strings and maps of strings: cannot fail
+	return manifestDigest(raw, sources)
 }
 
 func section(r *io.SectionReader, diff, chain, digest string) *layerSource {

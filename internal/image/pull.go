@@ -1,6 +1,7 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -73,6 +74,9 @@ func (s *Store) pull(ctx context.Context, full string, f *flight) (*Image, error
 	if err == nil {
 		return img, nil
 	}
+	if hopeless(err) {
+		s.freeLayers() // else they are kept for the next attempt
+	}
 	if cause := context.Cause(ctx); cause != nil {
 		if _, ok := errors.AsType[*shard.Error](cause); ok { // the time bound, in words
 			return nil, cause
@@ -127,12 +131,15 @@ func (s *Store) pullFrom(ctx context.Context, full string, f *flight) (*Image, e
 	releaseBlobs := s.useBlobs(digests)
 	err = b.run(ctx)
 	// After a cut the blobs are worth keeping; not when they did their work, or never will.
-	releaseBlobs(err == nil || errors.Is(err, errContent) || errors.Is(err, errNoRoom))
+	releaseBlobs(err == nil || hopeless(err))
 	if err != nil {
 		return nil, err
 	}
 	return s.publishImage(f, rec, cfg, sources)
 }
+
+// hopeless says that what was downloaded is no use for another attempt.
+func hopeless(err error) bool { return errors.Is(err, errContent) || errors.Is(err, errNoRoom) }
 
 // remoteLayers describes the layers of a manifest, bottom first.
 func (s *Store) remoteLayers(m *v1.Manifest, cfg *v1.ConfigFile) []*layerSource {
@@ -203,7 +210,7 @@ func (b *build) run(ctx context.Context) error {
 		select {
 		case slots <- struct{}{}:
 		case <-ctx.Done():
-			return errors.Join(g.Wait(), ctx.Err())
+			return cmp.Or(g.Wait(), ctx.Err())
 		}
 		free := sync.OnceFunc(func() { <-slots })
 		mine, done := below, make(chan struct{})

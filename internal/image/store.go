@@ -89,8 +89,13 @@ func (s *Store) Get(ref string) (*Image, error) {
 	if err == nil && r.Reference == full {
 		return s.load(full, r.Digest)
 	}
-	// The digest may have come to the host under a tag. It names content, so that is the same image.
+	// The digest may have come to the host under a tag, as the index's or as the manifest's. It names content, so that
+	// is the same image.
 	if _, digest, ok := strings.Cut(full, "@"); ok {
+		good, _, _ := s.refs()
+		if i := slices.IndexFunc(good, func(r refRecord) bool { return r.Asked == digest }); i >= 0 {
+			digest = good[i].Digest
+		}
 		return s.load(full, digest)
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
