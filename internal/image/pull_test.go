@@ -544,4 +544,3 @@ func TestTimeout(t *testing.T) {
 	_, err := s.Pull(context.Background(), r.host+"/x", nil)
 	wantCode(t, err, shard.CodeInternal, "did not end within 50ms")
 }
-
