@@ -180,11 +180,16 @@ func (p *packer) file(root *os.Root, at, name string) error {
 	if err := p.header(info, name, "", xattrs(f)); err != nil {
 		return err
 	}
+	held := info.Size()
+	if st, ok := info.Sys().(*syscall.Stat_t); ok {
+		held = st.Blocks * 512
+	}
+	body := tarstream.Contents(f, int(f.Fd()), info.Size(), held)
 	for left := info.Size(); left > 0; {
 		if err := p.ctx.Err(); err != nil {
 			return err
 		}
-		n, err := f.Read(p.buf[:min(int64(len(p.buf)), left)])
+		n, err := body.Read(p.buf[:min(int64(len(p.buf)), left)])
 		if err == io.EOF {
 			return fmt.Errorf("pack %s: it shrank while it was read", name)
 		}

@@ -27,15 +27,15 @@ func init() {
 		if err := r.Args(&args); err != nil {
 			return err
 		}
-		entry, f, err := openGet(string(args.Path))
+		d, err := openGet(string(args.Path))
 		if err != nil {
 			return err
 		}
-		defer f.Close()
-		if err := r.Head(entry); err != nil {
+		defer d.Close()
+		if err := r.Head(d.entry); err != nil {
 			return err
 		}
-		return sendFile(r, f, string(args.Path))
+		return d.send(r)
 	}
 	handlers[guest.OpStat] = func(r *request) error {
 		var args guest.PathArgs

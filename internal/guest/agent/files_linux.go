@@ -25,6 +25,12 @@ const (
 	writeBack  = 8 << 20   // bytes after which the kernel is asked to begin writing, so that fsync has little left
 )
 
+// The times that RFC 3339 can write, years 1 to 9999; a file's may be others.
+const (
+	firstSecond = -62135596800
+	lastSecond  = 253402300799
+)
+
 // buffers are copyBuffer bytes each.
 var buffers = sync.Pool{New: func() any { return new([copyBuffer]byte) }}
 
@@ -165,7 +171,7 @@ func typeName(mode uint32) string {
 // entryOf is st as clients see it, without a name.
 func entryOf(st *unix.Stat_t) shard.FileEntry {
 	e := shard.FileEntry{Type: "other", Size: st.Size, Mode: st.Mode & 0o7777, UID: st.Uid, GID: st.Gid,
-		MTime: time.Unix(st.Mtim.Unix()).UTC()}
+		MTime: time.Unix(min(max(st.Mtim.Sec, firstSecond), lastSecond), st.Mtim.Nsec).UTC()}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		e.Type = "file"
@@ -206,10 +212,18 @@ func statPath(path string) (shard.FileEntry, error) {
 	return entryOf(&st), nil
 }
 
-// openGet opens a regular file for the get operation. Reading goes on to the end of the file, whatever its size says:
-// those in /proc say 0.
-func openGet(path string) (shard.FileEntry, file, error) {
-	fail := func(err error) (shard.FileEntry, file, error) { return shard.FileEntry{}, -1, err }
+// download is a get operation that has begun. Reading goes on to the end of the file, whatever its size says: files
+// in /proc say 0.
+type download struct {
+	io.Reader
+	io.Closer
+	entry shard.FileEntry
+	path  string
+}
+
+// openGet opens a regular file for the get operation.
+func openGet(path string) (*download, error) {
+	fail := func(err error) (*download, error) { return nil, err }
 	if err := guest.CheckPath(path); err != nil {
 		return fail(err)
 	}
@@ -236,15 +250,19 @@ func openGet(path string) (shard.FileEntry, file, error) {
 		closeAll(fd)
 		return fail(notRegular())
 	}
-	return entryOf(&st), file(fd), nil
+	return &download{contents(file(fd), &st), file(fd), entryOf(&st), path}, nil
 }
 
-// sendFile copies what is left of an open file to w.
-func sendFile(w io.Writer, f file, path string) error {
+func contents(f file, st *unix.Stat_t) io.Reader {
+	return tarstream.Contents(f, int(f), st.Size, st.Blocks*512)
+}
+
+// send copies the file to w.
+func (d *download) send(w io.Writer) error {
 	buf := buffers.Get().(*[copyBuffer]byte)
 	defer buffers.Put(buf)
 	for {
-		n, err := f.Read(buf[:])
+		n, err := d.Read(buf[:])
 		if n > 0 {
 			if _, err := w.Write(buf[:n]); err != nil {
 				return err
@@ -254,7 +272,7 @@ func sendFile(w io.Writer, f file, path string) error {
 			return nil
 		}
 		if err != nil {
-			return fileError(shard.Quote(path), err)
+			return fileError(shard.Quote(d.path), err)
 		}
 	}
 }

@@ -221,8 +221,9 @@ func (a *archive) file(dir int, base, name string) error {
 	if err := a.header(&st, &tar.Header{Typeflag: tar.TypeReg, Name: name, Size: st.Size}, fd); err != nil {
 		return err
 	}
+	body := contents(f, &st)
 	for left := st.Size; left > 0; {
-		n, err := f.Read(a.buf[:min(int64(len(a.buf)), left)])
+		n, err := body.Read(a.buf[:min(int64(len(a.buf)), left)])
 		if err == io.EOF {
 			return shard.Invalidf("%s became shorter while it was read: try again", shard.Quote(name))
 		}
