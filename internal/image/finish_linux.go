@@ -11,16 +11,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// finish completes a layer with what depends on the layers below, whose directories are given topmost first: the
-// attributes of directories that the tar only implied, and hard links to files of lower layers. Then it sets the times
+// finish completes a layer with what depends on the layers below, whose directories are given topmost first: whiteouts
+// of nothing, the attributes of directories that the tar only implied, and hard links to files of lower layers. Then it sets the times
 // of directories and writes everything to disk. It ends the unpacker, also on failure.
 func (u *unpacker) finish(lower []string) error {
 	defer unix.Close(u.root)
-	if len(u.links) > 0 || len(u.implied) > 0 {
+	if len(u.links) > 0 || len(u.implied) > 0 || len(u.whiteouts) > 0 {
 		below, err := openLayers(lower)
 		defer below.close()
 		if err != nil {
 			return err
+		}
+		for _, p := range u.whiteouts {
+			if err := u.dropIdle(below, p); err != nil {
+				return fmt.Errorf("whiteout of %.200q: %w", p, err)
+			}
 		}
 		copies := map[string]string{} // target below → its copy here
 		for _, l := range u.links {
@@ -102,10 +107,7 @@ func findIn(root int, p string) (int, error) {
 		if name == "" {
 			break
 		}
-		if v := make([]byte, 1); !hidden {
-			n, err := unix.Getxattr(fmt.Sprintf("/proc/self/fd/%d", fd), xOpaque, v)
-			hidden = err == nil && n == 1 && v[0] == 'y'
-		}
+		hidden = hidden || isOpaque(fd)
 		next, err := unix.Openat(fd, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 		unix.Close(fd)
 		if err == unix.ENOENT && hidden || err == unix.ENOTDIR {
@@ -171,6 +173,48 @@ func copyAttributes(src, dst int, st *unix.Stat_t) error {
 		}
 	}
 	return unix.Chmod(to, st.Mode&0o7777)
+}
+
+// dropIdle removes a whiteout that hides nothing. Overlayfs shows such a one: a directory that it has not merged with
+// another is listed as it is.
+func (u *unpacker) dropIdle(below layers, p string) error {
+	dir, base := path.Split(p)
+	pfd, err := u.open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW)
+	if err != nil {
+		return nil // replaced since by something else
+	}
+	defer unix.Close(pfd)
+	var st unix.Stat_t
+	if err := unix.Fstatat(pfd, base, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil || !isWhiteout(&st) {
+		return nil
+	}
+	idle := false
+	for d := path.Clean(dir); !idle && d != "/"; d = path.Dir(d) {
+		fd, err := u.open(d, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW)
+		if err != nil {
+			return err
+		}
+		idle = isOpaque(fd)
+		unix.Close(fd)
+	}
+	if !idle {
+		src, err := below.find(p)
+		switch err {
+		case nil:
+			unix.Close(src)
+			return nil
+		case unix.ENOENT, errHidden:
+		default:
+			return err
+		}
+	}
+	return unix.Unlinkat(pfd, base, 0)
+}
+
+func isOpaque(fd int) bool {
+	v := make([]byte, 1)
+	n, err := unix.Getxattr(fmt.Sprintf("/proc/self/fd/%d", fd), xOpaque, v)
+	return err == nil && n == 1 && v[0] == 'y'
 }
 
 // linkHere makes a hard link to what has become part of this layer, and says whether it did.

@@ -44,6 +44,8 @@ type unpacker struct {
 	implied map[uint64]string
 	// dirs are the directories whose times are set at the end, when nothing changes in them any more.
 	dirs []dirTime
+	// whiteouts are the paths at which one was made.
+	whiteouts []string
 	// links are hard links whose target is not in this layer: it may be below.
 	links []pendingLink
 	// dropped counts the device nodes that were left out.
@@ -304,6 +306,11 @@ func (u *unpacker) whiteout(pfd int, base string) error {
 	var st unix.Stat_t
 	switch err := unix.Fstatat(pfd, hidden, &st, unix.AT_SYMLINK_NOFOLLOW); {
 	case err == unix.ENOENT:
+		where, err := u.pathOf(pfd)
+		if err != nil {
+			return err
+		}
+		u.whiteouts = append(u.whiteouts, path.Join(where, hidden))
 		return unix.Mknodat(pfd, hidden, unix.S_IFCHR, 0)
 	case err != nil:
 		return err

@@ -66,13 +66,13 @@ func names(t testing.TB, root string) string {
 func TestOpaque(t *testing.T) {
 	lower := tarOf(t, e{name: "a/"}, e{name: "a/b/"}, e{name: "a/b/foo", body: "x"}, e{name: "a/c"}, e{name: "keep"})
 	for name, upper := range map[string][]byte{
-		"marker first":      tarOf(t, e{name: "a/"}, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
-		"marker last":       tarOf(t, e{name: "a/"}, e{name: "a/new"}, e{name: "a/.wh..wh..opq"}),
-		"no directory":      tarOf(t, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
-		"deleted, new":      tarOf(t, e{name: ".wh.a"}, e{name: "a/"}, e{name: "a/new"}),
-		"new, deleted":      tarOf(t, e{name: "a/"}, e{name: "a/new"}, e{name: ".wh.a"}),
-		"deleted, implied":  tarOf(t, e{name: ".wh.a"}, e{name: "a/new"}),
-		"with aufs records": tarOf(t, e{name: ".wh..wh.plnk/"}, e{name: ".wh..wh.plnk/1.2"}, e{name: ".wh..wh.aufs"}, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
+		"marker first":        tarOf(t, e{name: "a/"}, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
+		"marker last":         tarOf(t, e{name: "a/"}, e{name: "a/new"}, e{name: "a/.wh..wh..opq"}),
+		"no directory":        tarOf(t, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
+		"deleted then new":    tarOf(t, e{name: ".wh.a"}, e{name: "a/"}, e{name: "a/new"}),
+		"new then deleted":    tarOf(t, e{name: "a/"}, e{name: "a/new"}, e{name: ".wh.a"}),
+		"deleted and implied": tarOf(t, e{name: ".wh.a"}, e{name: "a/new"}),
+		"with aufs records":   tarOf(t, e{name: ".wh..wh.plnk/"}, e{name: ".wh..wh.plnk/1.2"}, e{name: ".wh..wh.aufs"}, e{name: "a/.wh..wh..opq"}, e{name: "a/new"}),
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := names(t, mustUnpack(t, lower, upper)); got != ". a a/new keep" {
