@@ -1,0 +1,231 @@
+package api
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/guest"
+)
+
+// path is the file that a request is about.
+func (c *call) path() (string, error) {
+	if _, given := c.query["path"]; !given {
+		return "", shard.Invalidf("query parameter path is missing")
+	}
+	return c.text("path"), nil
+}
+
+// mode reads permission bits in octal; nil when absent.
+func mode(text string) (*uint32, error) {
+	if text == "" {
+		return nil, nil
+	}
+	n, err := strconv.ParseUint(text, 8, 32)
+	if err != nil || n > 0o777 {
+		return nil, shard.Invalidf("mode %s is not octal permission bits up to 0777", shard.Quote(text))
+	}
+	m := uint32(n)
+	return &m, nil
+}
+
+// reader is the request's body, of which something must arrive every minute.
+func (c *call) reader() io.Reader {
+	return &patient{rc: http.NewResponseController(c.w), r: c.r.Body}
+}
+
+type patient struct {
+	rc *http.ResponseController
+	r  io.Reader
+}
+
+func (p *patient) Read(b []byte) (int, error) {
+	_ = p.rc.SetReadDeadline(time.Now().Add(idle))
+	return p.r.Read(b)
+}
+
+// stream answers with the bytes of r, of which the client must take some every minute. A fault cuts the connection, so
+// that what the client has never looks whole.
+func (c *call) stream(media string, entry shard.FileEntry, r io.Reader) error {
+	entry.Name = ""
+	stat, err := json.Marshal(entry)
+	if err != nil {
+		return err
+	}
+	c.w.Header().Set("Content-Type", media)
+	c.w.Header().Set("X-Shard-Stat", string(stat))
+	c.sent = true
+	c.w.WriteHeader(200)
+	rc := http.NewResponseController(c.w)
+	buf := make([]byte, 256<<10)
+	for {
+		n, err := r.Read(buf)
+		if n > 0 {
+			_ = rc.SetWriteDeadline(time.Now().Add(idle))
+			if _, err := c.w.Write(buf[:n]); err != nil {
+				panic(http.ErrAbortHandler)
+			}
+		}
+		switch {
+		case err == io.EOF:
+			_ = rc.SetWriteDeadline(time.Time{})
+			return nil
+		case err != nil:
+			return err // the answer is under way: fail cuts it
+		}
+	}
+}
+
+func (a *API) putFile(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	if c.r.ContentLength < 0 {
+		return shard.Invalidf("the request has no Content-Length: say how long the file is")
+	}
+	m, err := mode(c.text("mode"))
+	if err != nil {
+		return err
+	}
+	parents, err := c.flag("parents")
+	if err != nil {
+		return err
+	}
+	if err := a.Engine.PutFile(c.r.Context(), c.param("id"), guest.PutArgs{Path: guest.Path(path), Size: c.r.ContentLength, Mode: m,
+		User: c.text("user"), Parents: parents}, c.reader()); err != nil {
+		return err
+	}
+	return c.noContent()
+}
+
+func (a *API) getFile(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	entry, r, err := a.Engine.GetFile(c.r.Context(), c.param("id"), path)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	return c.stream("application/octet-stream", entry, r)
+}
+
+func (a *API) statFile(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	entry, err := a.Engine.StatFile(c.r.Context(), c.param("id"), path)
+	if err != nil {
+		return err
+	}
+	entry.Name = ""
+	stat, err := json.Marshal(entry)
+	if err != nil {
+		return err
+	}
+	c.w.Header().Set("X-Shard-Stat", string(stat))
+	c.sent = true
+	c.w.WriteHeader(200)
+	return nil
+}
+
+func (a *API) removeFile(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	recursive, err := c.flag("recursive")
+	if err != nil {
+		return err
+	}
+	if err := a.Engine.RemoveFile(c.r.Context(), c.param("id"), path, recursive); err != nil {
+		return err
+	}
+	return c.noContent()
+}
+
+// listDir writes the entries as they come. When the listing is cut, the JSON is left unfinished.
+func (a *API) listDir(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	separator := ""
+	err = a.Engine.ListDir(c.r.Context(), c.param("id"), path, func(entry shard.FileEntry) error {
+		data, err := json.Marshal(entry)
+		if err != nil {
+			return err
+		}
+		c.beginList()
+		_, err = c.w.Write([]byte(separator + string(data)))
+		separator = ","
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	c.beginList()
+	_, _ = io.WriteString(c.w, "]}\n")
+	return nil
+}
+
+func (c *call) beginList() {
+	if c.sent {
+		return
+	}
+	c.w.Header().Set("Content-Type", "application/json")
+	c.sent = true
+	c.w.WriteHeader(200)
+	_, _ = io.WriteString(c.w, `{"entries":[`)
+}
+
+func (a *API) mkdir(c *call) error {
+	var req struct {
+		Path    string `json:"path"`
+		Mode    string `json:"mode"`
+		Parents bool   `json:"parents"`
+		User    string `json:"user"`
+	}
+	if err := c.body(&req, false); err != nil {
+		return err
+	}
+	m, err := mode(req.Mode)
+	if err != nil {
+		return err
+	}
+	if err := a.Engine.Mkdir(c.r.Context(), c.param("id"), guest.MkdirArgs{Path: guest.Path(req.Path), Mode: m, User: req.User,
+		Parents: req.Parents}); err != nil {
+		return err
+	}
+	return c.noContent()
+}
+
+func (a *API) putArchive(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	if err := a.Engine.PutArchive(c.r.Context(), c.param("id"), path, c.text("user"), c.reader()); err != nil {
+		return err
+	}
+	return c.noContent()
+}
+
+func (a *API) getArchive(c *call) error {
+	path, err := c.path()
+	if err != nil {
+		return err
+	}
+	entry, r, err := a.Engine.GetArchive(c.r.Context(), c.param("id"), path)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	return c.stream("application/x-tar", entry, r)
+}

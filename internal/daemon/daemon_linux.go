@@ -1,0 +1,265 @@
+// Package daemon puts the parts together: it locks the root, opens the workshops, lets the engine find out what became
+// of every sandbox, and then serves the API on the unix socket until it is told to end. Sandboxes outlive it.
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/api"
+	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/engine"
+	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/netns"
+	"github.com/useshards/shard/internal/provider"
+	"github.com/useshards/shard/internal/provider/oci"
+	"github.com/useshards/shard/internal/rootfs"
+	"github.com/useshards/shard/internal/store"
+)
+
+// MaxRoot is the longest path of a root, in bytes: sockets below it must fit an address.
+const MaxRoot = 96
+
+// shutdownTime bounds the wait for requests under way when the daemon ends.
+const shutdownTime = 5 * time.Second
+
+// Run runs a daemon until ctx ends. The error is a *shard.Error when the user can do something about it.
+func Run(ctx context.Context, o Options) (err error) {
+	started := time.Now().UTC()
+	if err := o.check(); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(o.Root, 0o700); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "could not make the root directory %s", o.Root)
+	}
+	lock, err := store.Lock(filepath.Join(o.Root, "daemon.lock"))
+	if errors.Is(err, store.ErrHeld) {
+		return shard.Errorf(shard.CodeInUse, "another daemon runs on root %s: stop it, or choose another --root", o.Root)
+	}
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "could not lock root %s", o.Root)
+	}
+	defer lock.Close()
+	pidFile := filepath.Join(o.Root, "daemon.pid")
+	if err := store.WriteVolatile(pidFile, []byte(strconv.Itoa(os.Getpid())+"\n")); err != nil {
+		return fmt.Errorf("write the pid file: %w", err)
+	}
+	defer os.Remove(pidFile)
+	log := o.Log
+	log.Info("daemon starts", "version", o.Version, "root", o.Root)
+
+	parts, err := open(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, parts.close()) }()
+
+	listener, err := listen(o.Root)
+	if err != nil {
+		return err
+	}
+	server := &http.Server{
+		Handler: api.New(api.Config{Engine: parts.engine, Images: parts.images, Version: o.Version, Log: log,
+			Status: func() any { return status(o, parts.engine, started) }}),
+		ReadHeaderTimeout: 10 * time.Second,
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
+	log.Info("daemon listens", "socket", filepath.Join(o.Root, "shard.sock"), "after", time.Since(started).Round(time.Millisecond))
+	select {
+	case err = <-served:
+	case <-ctx.Done():
+	}
+	log.Info("daemon ends; sandboxes run on")
+	_ = os.Remove(filepath.Join(o.Root, "shard.sock"))
+	parts.engine.Close() // ends streams and waits, so that requests can end
+	end, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTime)
+	defer cancel()
+	if server.Shutdown(end) != nil {
+		_ = server.Close()
+	}
+	if errors.Is(err, http.ErrServerClosed) {
+		err = nil
+	}
+	return err
+}
+
+// parts are what a daemon opened, to be closed in the reverse order.
+type parts struct {
+	engine  *engine.Engine
+	images  *image.Store
+	closers []func() error
+}
+
+func (p *parts) close() error {
+	var errs []error
+	for i := len(p.closers) - 1; i >= 0; i-- {
+		errs = append(errs, p.closers[i]())
+	}
+	return errors.Join(errs...)
+}
+
+func open(ctx context.Context, o Options) (_ *parts, err error) {
+	p := &parts{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.close())
+		}
+	}()
+	tag := engine.Tag(o.Root)
+	cgroups, err := cgroup.Open("shard-" + tag)
+	if err != nil {
+		return nil, err
+	}
+	p.closers = append(p.closers, cgroups.Close)
+	p.images, err = image.Open(filepath.Join(o.Root, "images"), image.Options{Insecure: o.Insecure, Timeout: o.PullTimeout, Log: o.Log})
+	if err != nil {
+		return nil, err
+	}
+	roots, err := rootfs.Open(o.Root, rootfs.Options{Log: o.Log})
+	if err != nil {
+		return nil, err
+	}
+	p.closers = append(p.closers, roots.Close)
+	network, err := netns.Open(ctx, netns.Config{Dir: filepath.Join(o.Root, "net"), Tag: tag, Log: o.Log})
+	if err != nil {
+		return nil, err
+	}
+	p.closers = append(p.closers, func() error { return closeHost(network, p.engine, tag) })
+	providers, err := providers(cgroups, tag, o.Log)
+	if err != nil {
+		return nil, err
+	}
+	p.engine, err = engine.Open(ctx, engine.Config{Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
+		Roots: roots, Net: network, Cgroups: cgroups, Nameservers: o.DNS, Log: o.Log})
+	if err != nil {
+		return nil, err
+	}
+	p.closers = append(p.closers, func() error { p.engine.Close(); return nil })
+	return p, nil
+}
+
+// closeHost lets go of what the daemon has on the host. Where no sandbox is left to use it, it is taken away.
+func closeHost(network *netns.Net, e *engine.Engine, tag string) error {
+	if e == nil || !e.Empty() {
+		return network.Close()
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), shutdownTime)
+	defer cancel()
+	return errors.Join(network.Remove(ctx), os.RemoveAll(filepath.Join("/run/shard", tag)))
+}
+
+// providers makes every provider that this system can have, the default of new roots first.
+func providers(cgroups *cgroup.Manager, tag string, log *slog.Logger) ([]provider.Provider, error) {
+	programs := oci.FindPrograms()
+	var out []provider.Provider
+	for _, f := range []struct{ name, runtime string }{{oci.GVisor, programs.Runsc}, {oci.Runc, programs.Runc}} {
+		p, err := oci.New(f.name, oci.Options{Runtime: f.runtime, Init: programs.Init,
+			RunDir: filepath.Join("/run/shard", tag, f.name), Cgroups: cgroups, Log: log})
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, p)
+	}
+	return out, nil
+}
+
+// Probe says what each provider is worth on this host. It needs no daemon.
+func Probe(ctx context.Context) []shard.ProviderInfo {
+	log := slog.New(slog.DiscardHandler)
+	tag := "p" + strconv.Itoa(os.Getpid())
+	defer os.Remove(filepath.Join("/run/shard", tag))
+	cgroups, err := cgroup.Open("shard-" + tag)
+	if err == nil {
+		defer cgroups.Close()
+	}
+	all, err := providers(cgroups, tag, log)
+	if err != nil {
+		return nil
+	}
+	var out []shard.ProviderInfo
+	for _, p := range all {
+		report := p.Probe(ctx)
+		out = append(out, shard.ProviderInfo{Name: p.Name(), Available: report.Available, Reason: report.Reason,
+			Version: report.Version, Default: p.Name() == defaultProvider, Capabilities: provider.CapabilitiesOf(p)})
+		_ = os.RemoveAll(filepath.Join("/run/shard", tag, p.Name()))
+	}
+	return out
+}
+
+// listen binds the socket. A leftover of a daemon that was killed is replaced: the lock says that none runs.
+func listen(root string) (net.Listener, error) {
+	path := filepath.Join(root, "shard.sock")
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, shard.Wrap(shard.CodeInternal, err, "could not remove the old socket in root %s", root)
+	}
+	mask := unix.Umask(0o177)
+	l, err := net.Listen("unix", path)
+	unix.Umask(mask)
+	if err != nil {
+		return nil, shard.Wrap(shard.CodeInternal, err, "could not listen on the socket in root %s", root)
+	}
+	l.(*net.UnixListener).SetUnlinkOnClose(false)
+	group, err := user.LookupGroup("shard")
+	if err != nil {
+		return l, nil // root only
+	}
+	gid, err := strconv.Atoi(group.Gid)
+	if err == nil {
+		err = errors.Join(os.Chown(path, 0, gid), os.Chmod(path, 0o660), os.Chown(root, 0, gid), os.Chmod(root, 0o710))
+	}
+	if err != nil {
+		l.Close()
+		return nil, shard.Wrap(shard.CodeInternal, err, "could not give the socket to group shard")
+	}
+	return l, nil
+}
+
+// nameservers are those of this host that a sandbox can reach, else public ones. The host's own are often private.
+func nameservers() []string {
+	var out []string
+	data, _ := os.ReadFile("/etc/resolv.conf")
+	for line := range strings.Lines(string(data)) {
+		fields := strings.Fields(line)
+		if len(fields) < 2 || fields[0] != "nameserver" {
+			continue
+		}
+		addr, err := netip.ParseAddr(fields[1])
+		if err == nil && addr.Is4() && !netns.Dropped(addr) && len(out) < 3 {
+			out = append(out, addr.String())
+		}
+	}
+	if len(out) == 0 {
+		return []string{"1.1.1.1", "8.8.8.8"}
+	}
+	return out
+}
+
+func status(o Options, e *engine.Engine, started time.Time) any {
+	caps, _ := e.Capabilities("")
+	return map[string]any{
+		"version": o.Version, "pid": os.Getpid(), "started_at": started, "socket": filepath.Join(o.Root, "shard.sock"),
+		"provider": o.Provider,
+		"capabilities": map[string]bool{"pause": caps.Pause, "resume": caps.Resume, "fork": caps.Fork, "port": caps.Port,
+			"swap": caps.Swap},
+		"proxy": map[string]int{"plain_port": 0, "tls_port": 0},
+		"tasks": []any{},
+	}
+}

@@ -1,0 +1,63 @@
+package daemon
+
+import (
+	"log/slog"
+	"net/netip"
+	"path/filepath"
+	"time"
+
+	"github.com/useshards/shard"
+)
+
+// Options say what kind of daemon to run.
+type Options struct {
+	// Root is the data directory, an absolute path.
+	Root string
+	// Provider is the default of new sandboxes; "" is gvisor.
+	Provider string
+	// PullTimeout bounds one image pull; 0 is 30 minutes.
+	PullTimeout time.Duration
+	// Insecure are the registries that may be spoken to without verified TLS.
+	Insecure []string
+	// DNS are the IPv4 addresses that sandboxes ask for names; none means the host's public ones, else well-known ones.
+	DNS     []string
+	Version string
+	Log     *slog.Logger
+}
+
+// defaultProvider is what isolates and works on every Linux host. runc isolates nothing and is never picked.
+const defaultProvider = "gvisor"
+
+func (o *Options) check() error {
+	if !filepath.IsAbs(o.Root) || filepath.Clean(o.Root) == "/" {
+		return shard.Invalidf("root %s is not an absolute path of a directory", shard.Quote(o.Root))
+	}
+	o.Root = filepath.Clean(o.Root)
+	if len(o.Root) > MaxRoot {
+		return shard.Invalidf("root %s is longer than %d bytes: choose a shorter path", o.Root, MaxRoot)
+	}
+	switch o.Provider {
+	case "":
+		o.Provider = defaultProvider
+	case "gvisor", "runc":
+	case "sysbox", "firecracker", "vz":
+		return shard.Errorf(shard.CodeUnsupported, "provider %s is not part of this version: choose gvisor or runc", o.Provider)
+	default:
+		return shard.Invalidf("there is no provider %s: choose gvisor or runc", shard.Quote(o.Provider))
+	}
+	for _, a := range o.DNS {
+		if addr, err := netip.ParseAddr(a); err != nil || !addr.Is4() {
+			return shard.Invalidf("dns server %s is not an IPv4 address", shard.Quote(a))
+		}
+	}
+	if len(o.DNS) == 0 {
+		o.DNS = nameservers()
+	}
+	if o.PullTimeout == 0 {
+		o.PullTimeout = 30 * time.Minute
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return nil
+}

@@ -1,0 +1,361 @@
+package engine
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"path"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/provider"
+)
+
+const (
+	defaultDiskMiB = 10240
+	defaultPath    = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+	// gvisorMinMemoryMiB: below it the sentry itself does not fit (contract §4.10).
+	gvisorMinMemoryMiB = 64
+	maxMemoryMiB       = 16777216
+	maxDiskMiB         = 16777088
+)
+
+// job is a create under way. Its goroutine belongs to the engine, not to the request: a client that hangs up does not
+// end it, a stop or a remove does.
+type job struct {
+	cancel context.CancelFunc
+	done   chan struct{}
+	err    error // valid after done
+	// reason, when set before cancel, says who cancelled.
+	mu     sync.Mutex
+	reason string
+	feed   feed
+}
+
+func (j *job) stop(reason string) {
+	j.mu.Lock()
+	if j.reason == "" {
+		j.reason = reason
+	}
+	j.mu.Unlock()
+	j.cancel()
+	<-j.done
+}
+
+func (sb *sandbox) pending() *job {
+	sb.mu.Lock()
+	defer sb.mu.Unlock()
+	return sb.job
+}
+
+// feed carries progress from a job to the request that follows it. The job never waits for the request: of the layer
+// events that pile up only the newest of each layer is kept.
+type feed struct {
+	mu      sync.Mutex
+	events  []shard.Progress
+	changed chan struct{}
+}
+
+func (f *feed) put(p shard.Progress) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if p.Status == "layer" {
+		for i, old := range slices.Backward(f.events) {
+			if old.Status == "layer" && old.Digest == p.Digest {
+				f.events[i] = p
+				return
+			}
+		}
+	}
+	f.events = append(f.events, p)
+	if f.changed != nil {
+		close(f.changed)
+		f.changed = nil
+	}
+}
+
+func (f *feed) take() ([]shard.Progress, <-chan struct{}) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	events := f.events
+	f.events = nil
+	if f.changed == nil {
+		f.changed = make(chan struct{})
+	}
+	return events, f.changed
+}
+
+// Create makes a sandbox. Where the image is on the host the answer comes when it runs, and a failure leaves nothing
+// behind. Where it must be pulled, the answer is the pending record at once, or with wait the running or failed one;
+// progress, when not nil, is told each step while the caller waits.
+func (e *Engine) Create(ctx context.Context, req shard.CreateRequest, wait bool, progress func(shard.Progress)) (*shard.Sandbox, error) {
+	rec, p, err := e.plan(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	img, err := e.Images.Get(rec.Sandbox.Image)
+	if err != nil && shard.CodeOf(err) != shard.CodeNotFound {
+		return nil, err
+	}
+	cached := err == nil
+	sb, err := e.claim(rec)
+	if err != nil {
+		return nil, err
+	}
+	j := sb.job
+	if cached {
+		j.feed.put(shard.Progress{Status: "cached", Reference: img.Reference, Digest: img.Digest})
+	}
+	jobCtx, cancel := context.WithCancel(e.ctx)
+	j.cancel = cancel
+	e.wg.Go(func() {
+		defer cancel()
+		err := e.runJob(jobCtx, sb, p, img, req)
+		e.endJob(sb, j, err, cached)
+	})
+	if !cached && !wait {
+		return &rec.Sandbox, nil
+	}
+	for {
+		events, changed := j.feed.take()
+		for _, event := range events {
+			if progress != nil {
+				progress(event)
+			}
+		}
+		select {
+		case <-changed:
+			continue
+		case <-j.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		if events, _ := j.feed.take(); progress != nil {
+			for _, event := range events {
+				progress(event)
+			}
+		}
+		if j.err != nil && cached {
+			return nil, j.err
+		}
+		s := sb.record().Sandbox
+		return &s, nil
+	}
+}
+
+// plan checks a request and works out the record that it asks for, as far as that needs no image.
+func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, provider.Provider, error) {
+	switch {
+	case req.Snapshot != "":
+		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version cannot make a sandbox from a snapshot: give an image")
+	case req.Image == "":
+		return nil, nil, shard.Invalidf("image is missing: name the image to make the sandbox from")
+	case len(req.Secrets) > 0:
+		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no secrets: create the sandbox without them")
+	case req.Policy != "":
+		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no network policies: create the sandbox without one")
+	case len(req.Ports) > 0:
+		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version forwards no ports: create the sandbox without them")
+	}
+	if req.Name != "" {
+		if err := shard.CheckName("sandbox", req.Name); err != nil {
+			return nil, nil, err
+		}
+	}
+	if err := shard.CheckEnv(req.Env); err != nil {
+		return nil, nil, err
+	}
+	if err := checkWorkdir(req.Workdir); err != nil {
+		return nil, nil, err
+	}
+	ref, err := image.ParseReference(req.Image)
+	if err != nil {
+		return nil, nil, err
+	}
+	p, err := e.provider(ctx, req.Provider)
+	if err != nil {
+		return nil, nil, err
+	}
+	resources, err := checkResources(p, req.Resources)
+	if err != nil {
+		return nil, nil, err
+	}
+	token := make([]byte, 32)
+	_, _ = rand.Read(token)
+	return &record{
+		Sandbox: shard.Sandbox{Name: req.Name, Image: ref, Provider: p.Name(), State: shard.StatePending,
+			Resources: resources, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
+		Env: req.Env, Workdir: req.Workdir, User: req.User, Token: token,
+	}, p, nil
+}
+
+func checkWorkdir(dir string) error {
+	switch {
+	case dir == "":
+		return nil
+	case !path.IsAbs(dir) || len(dir) > 4095 || strings.ContainsRune(dir, 0):
+		return shard.Invalidf("workdir %s is not an absolute path of at most 4095 bytes", shard.Quote(dir))
+	}
+	return nil
+}
+
+// checkResources fills in the defaults and refuses bounds that the provider or the host cannot honour.
+func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Resources, error) {
+	r := shard.Resources{DiskMiB: defaultDiskMiB}
+	if req == nil {
+		return r, nil
+	}
+	for _, f := range []struct {
+		name string
+		from *int64
+		to   *int64
+		most int64
+	}{
+		{"memory_mib", req.MemoryMiB, &r.MemoryMiB, maxMemoryMiB},
+		{"vcpus", req.VCPUs, &r.VCPUs, 1 << 20},
+		{"disk_mib", req.DiskMiB, &r.DiskMiB, maxDiskMiB},
+		{"swap_mib", req.SwapMiB, &r.SwapMiB, maxDiskMiB},
+	} {
+		if f.from == nil {
+			continue
+		}
+		if *f.from < 0 || *f.from > f.most {
+			return r, shard.Invalidf("%s must be 0 to %d", f.name, f.most)
+		}
+		*f.to = *f.from
+	}
+	if r.DiskMiB == 0 {
+		r.DiskMiB = defaultDiskMiB
+	}
+	memory, err := hostMemoryMiB()
+	if err != nil {
+		return r, err
+	}
+	_, swaps := p.(provider.Swapper)
+	switch {
+	case r.MemoryMiB > memory:
+		return r, shard.Invalidf("memory of %d MiB is more than this host has (%d MiB): ask for less", r.MemoryMiB, memory)
+	case r.MemoryMiB > 0 && r.MemoryMiB < gvisorMinMemoryMiB && p.Name() == "gvisor":
+		return r, shard.Invalidf("memory of %d MiB is too little for gvisor: give at least %d MiB, or 0 for no bound", r.MemoryMiB, gvisorMinMemoryMiB)
+	case r.VCPUs > int64(runtime.NumCPU()):
+		return r, shard.Invalidf("%d vcpus are more than this host has (%d): ask for fewer", r.VCPUs, runtime.NumCPU())
+	case r.SwapMiB > 0 && !swaps:
+		return r, shard.Invalidf("provider %s has no swap: leave swap_mib out, or 0", p.Name())
+	}
+	return r, nil
+}
+
+// claim takes an id and the name, stores the pending record and makes it visible, with a job on it.
+func (e *Engine) claim(rec *record) (*sandbox, error) {
+	e.mu.Lock()
+	if name := rec.Sandbox.Name; name != "" {
+		if _, taken := e.names[name]; taken {
+			e.mu.Unlock()
+			return nil, shard.Errorf(shard.CodeNameTaken, "a sandbox named %q exists: remove it, or choose another name", name)
+		}
+	}
+	id := shard.NewID()
+	for e.sandboxes[id] != nil || e.names["\x00"+id] != "" {
+		id = shard.NewID()
+	}
+	// Reserve both until the record is durable: the id under a key that no name can be.
+	e.names["\x00"+id] = id
+	if rec.Sandbox.Name != "" {
+		e.names[rec.Sandbox.Name] = id
+	}
+	e.mu.Unlock()
+
+	rec.Sandbox.ID = id
+	sb := e.newSandbox(id, rec)
+	sb.job = &job{done: make(chan struct{})}
+	sb.verb <- struct{}{} // the job's
+	err := e.records.Put(id, rec)
+	if err == nil {
+		e.add(sb)
+	}
+	e.mu.Lock()
+	delete(e.names, "\x00"+id)
+	if err != nil && rec.Sandbox.Name != "" {
+		delete(e.names, rec.Sandbox.Name)
+	}
+	e.mu.Unlock()
+	if err != nil {
+		_ = e.records.Delete(id)
+		return nil, shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record: is the host's disk full?")
+	}
+	return sb, nil
+}
+
+// runJob pulls the image if it must, and starts the sandbox.
+func (e *Engine) runJob(ctx context.Context, sb *sandbox, p provider.Provider, img *image.Image, req shard.CreateRequest) error {
+	if img == nil {
+		pulled, err := e.Images.Pull(ctx, sb.record().Sandbox.Image, sb.job.feed.put)
+		if err != nil {
+			return err
+		}
+		img = pulled
+	}
+	img, release, err := e.Images.Acquire(img.Digest)
+	if err != nil {
+		return err
+	}
+	defer release()
+	sb.job.feed.put(shard.Progress{Status: "building"})
+	rec := *sb.record()
+	rec.Sandbox.Digest = img.Digest
+	base := img.Config.Env
+	if !slices.ContainsFunc(base, func(kv string) bool { return strings.HasPrefix(kv, "PATH=") }) {
+		base = append([]string{defaultPath}, base...)
+	}
+	rec.Env = shard.MergeEnv(base, req.Env...)
+	if rec.Workdir == "" {
+		rec.Workdir = img.Config.Workdir
+	}
+	if !path.IsAbs(rec.Workdir) { // images may say "app"
+		rec.Workdir = path.Join("/", rec.Workdir)
+	}
+	if rec.User == "" {
+		rec.User = img.Config.User
+	}
+	return e.boot(ctx, sb, p, &rec, img)
+}
+
+// endJob writes how a create ended. It holds the verb lock, which claim took.
+func (e *Engine) endJob(sb *sandbox, j *job, err error, cached bool) {
+	j.mu.Lock()
+	cancelled := j.reason
+	j.mu.Unlock()
+	switch {
+	case err == nil:
+	case e.ctx.Err() != nil:
+		// The daemon goes: the record stays pending, and the next daemon says what became of it.
+	case cached && cancelled == "":
+		e.drop(sb)
+		if e := e.deleteFiles(sb); e != nil {
+			err = errors.Join(err, e)
+		}
+	default:
+		text := reason(err)
+		if cancelled != "" {
+			text = cancelled
+		}
+		e.Log.Warn("create failed", "sandbox", sb.id, "err", err)
+		if e := sb.update(func(r *record) { r.Sandbox.State, r.Sandbox.FailedReason = shard.StateFailed, text }); e != nil {
+			err = errors.Join(err, e)
+		}
+	}
+	sb.mu.Lock()
+	sb.job = nil
+	sb.mu.Unlock()
+	if err != nil && cancelled != "" {
+		err = shard.Errorf(shard.CodeSandboxFailed, "the create of sandbox %q was %s", sb.ref(), cancelled)
+	}
+	j.err = err
+	<-sb.verb
+	close(j.done)
+}

@@ -1,0 +1,420 @@
+// Package engine is the only owner of sandbox life. It keeps the records, serialises the verbs of each sandbox, and
+// drives the workshops (image, rootfs, netns) and the providers; every failure undoes what was done before it, and a
+// daemon that was killed at any moment finds its way back from the records. It knows no route, no command line and no
+// concrete provider.
+//
+// # Locks, in the order in which they may be taken
+//
+//	sandbox.verb   one verb at a time per sandbox; held over slow work; waits end with the caller's context
+//	Engine.mu      the maps of sandboxes and names
+//	sandbox.mu     what runs in one sandbox: the live machine, its commands
+//
+// No lock but the first is held over I/O. Records are read without any: they are replaced, never changed.
+package engine
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base32"
+	"errors"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/netns"
+	"github.com/useshards/shard/internal/provider"
+	"github.com/useshards/shard/internal/rootfs"
+	"github.com/useshards/shard/internal/store"
+)
+
+// Config is what an Engine works with. The engine owns none of it: the caller closes what it opened, after Close.
+type Config struct {
+	// Root is the data directory.
+	Root string
+	// Default names the provider of a create that names none.
+	Default   string
+	Providers []provider.Provider
+	Images    *image.Store
+	Roots     *rootfs.Manager
+	Net       *netns.Net
+	Cgroups   *cgroup.Manager
+	// Nameservers are the addresses that a sandbox without a policy asks.
+	Nameservers []string
+	Log         *slog.Logger
+}
+
+// Engine runs the sandboxes under one root.
+type Engine struct {
+	Config
+	records *store.Records[record]
+
+	ctx    context.Context // ends background work
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	mu        sync.Mutex
+	sandboxes map[string]*sandbox
+	names     map[string]string // name → id
+	ids       []string          // sorted
+	warnings  []string          // records that cannot be read
+
+	execs    atomic.Int64 // commands that run, in all sandboxes
+	probesMu sync.Mutex
+	probes   map[string]provider.Report
+}
+
+// Tag is a short name of a root, for things on the host that several daemons share: cgroups, interfaces, tables.
+func Tag(root string) string {
+	sum := sha256.Sum256([]byte(root))
+	return strings.ToLower(base32.StdEncoding.EncodeToString(sum[:])[:6])
+}
+
+// Open reads the records, finds out what became of every sandbox, and finishes or undoes what an earlier daemon left
+// half done. When it returns, every record is true.
+func Open(ctx context.Context, cfg Config) (*Engine, error) {
+	records, err := store.Open[record](filepath.Join(cfg.Root, "sandboxes"), "sandbox.json", recordFormat)
+	if err != nil {
+		return nil, err
+	}
+	e := &Engine{Config: cfg, records: records, sandboxes: make(map[string]*sandbox), names: make(map[string]string),
+		probes: make(map[string]provider.Report)}
+	e.ctx, e.cancel = context.WithCancel(context.Background())
+	if err := e.reconcile(ctx); err != nil {
+		e.Close()
+		return nil, err
+	}
+	return e, nil
+}
+
+// Close lets go of every sandbox: they run on, and the next engine finds them. It waits for its goroutines.
+func (e *Engine) Close() {
+	e.cancel()
+	e.mu.Lock()
+	all := make([]*sandbox, 0, len(e.sandboxes))
+	for _, sb := range e.sandboxes {
+		all = append(all, sb)
+	}
+	e.mu.Unlock()
+	for _, sb := range all {
+		sb.letGo()
+	}
+	e.wg.Wait()
+}
+
+// Empty says that there is no sandbox, readable or not.
+func (e *Engine) Empty() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return len(e.sandboxes) == 0 && len(e.warnings) == 0
+}
+
+// record is a sandbox on disk: what clients see and what only the host knows.
+type record struct {
+	Sandbox shard.Sandbox `json:"sandbox"`
+	// Env, Workdir and User are what every command starts with: the image's settings and the create's over them.
+	Env     []string `json:"env"`
+	Workdir string   `json:"workdir"`
+	User    string   `json:"user"`
+	// Token is the agent's, from which it knows the host: 32 bytes.
+	Token []byte `json:"token"`
+	// Handle is the provider's, while a machine runs.
+	Handle []byte `json:"handle,omitempty"`
+	// Intent is the verb under way, so that the next daemon finishes or undoes it: start, stop or remove.
+	Intent string `json:"intent,omitempty"`
+	// Prepared says that the files have been started once.
+	Prepared bool `json:"prepared,omitempty"`
+	// StoppedByUser says that a stop, not a death, ended it.
+	StoppedByUser bool `json:"stopped_by_user,omitempty"`
+}
+
+const recordFormat = 1
+
+// sandbox is one sandbox in memory.
+type sandbox struct {
+	e    *Engine
+	id   string
+	dir  string
+	verb chan struct{} // holds one token
+	rec  atomic.Pointer[record]
+	put  sync.Mutex // serialises update; held over the write of the record
+
+	mu       sync.Mutex
+	live     *live // the running machine
+	job      *job  // the create under way
+	commands []*Command
+}
+
+func (e *Engine) newSandbox(id string, rec *record) *sandbox {
+	sb := &sandbox{e: e, id: id, dir: e.records.Dir(id), verb: make(chan struct{}, 1)}
+	sb.rec.Store(rec)
+	return sb
+}
+
+func (sb *sandbox) record() *record { return sb.rec.Load() }
+
+func (sb *sandbox) ref() string { return sb.record().Sandbox.Ref() }
+
+// update changes the record: durably first, visibly then.
+func (sb *sandbox) update(change func(*record)) error {
+	sb.put.Lock()
+	defer sb.put.Unlock()
+	next := *sb.record()
+	change(&next)
+	if err := sb.e.records.Put(sb.id, &next); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q", next.Sandbox.Ref())
+	}
+	sb.rec.Store(&next)
+	return nil
+}
+
+// lock takes the sandbox's verb lock and checks that the verb is allowed, before waiting and again after it.
+func (sb *sandbox) lock(ctx context.Context, verb shard.Verb) (unlock func(), err error) {
+	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, verb); err != nil {
+		return nil, err
+	}
+	select {
+	case sb.verb <- struct{}{}:
+	case <-ctx.Done():
+		return nil, shard.Wrap(shard.CodeTimeout, ctx.Err(), "another request on sandbox %q did not end in time", sb.ref())
+	}
+	unlock = func() { <-sb.verb }
+	if !sb.e.holds(sb) {
+		unlock()
+		return nil, notFound("sandbox", sb.ref())
+	}
+	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, verb); err != nil {
+		unlock()
+		return nil, err
+	}
+	return unlock, nil
+}
+
+func (e *Engine) holds(sb *sandbox) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.sandboxes[sb.id] == sb
+}
+
+func notFound(what, ref string) error {
+	return shard.Errorf(shard.CodeNotFound, "there is no %s %s", what, shard.Quote(ref))
+}
+
+// find resolves a reference: an exact id, else an exact name, else an id prefix that fits exactly one.
+func (e *Engine) find(ref string) (*sandbox, error) {
+	if err := shard.CheckRef("sandbox", ref); err != nil {
+		return nil, err
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if sb, ok := e.sandboxes[ref]; ok {
+		return sb, nil
+	}
+	if id, ok := e.names[ref]; ok {
+		if sb, ok := e.sandboxes[id]; ok {
+			return sb, nil
+		}
+	}
+	if len(ref) >= shard.MinPrefix {
+		at, _ := slices.BinarySearch(e.ids, ref)
+		var found []string
+		for _, id := range e.ids[at:] {
+			if !strings.HasPrefix(id, ref) {
+				break
+			}
+			found = append(found, id)
+		}
+		switch {
+		case len(found) == 1:
+			return e.sandboxes[found[0]], nil
+		case len(found) > 1:
+			return nil, shard.Invalidf("%q is the beginning of %d sandbox ids: write more of the one that is meant", ref, len(found))
+		}
+	}
+	return nil, notFound("sandbox", ref)
+}
+
+// add makes a sandbox visible. The name was reserved before.
+func (e *Engine) add(sb *sandbox) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.sandboxes[sb.id] = sb
+	if name := sb.record().Sandbox.Name; name != "" {
+		e.names[name] = sb.id
+	}
+	if at, found := slices.BinarySearch(e.ids, sb.id); !found {
+		e.ids = slices.Insert(e.ids, at, sb.id)
+	}
+}
+
+// drop makes a sandbox invisible and frees its name.
+func (e *Engine) drop(sb *sandbox) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.sandboxes, sb.id)
+	if name := sb.record().Sandbox.Name; e.names[name] == sb.id {
+		delete(e.names, name)
+	}
+	if at, found := slices.BinarySearch(e.ids, sb.id); found {
+		e.ids = slices.Delete(e.ids, at, at+1)
+	}
+}
+
+// List returns the records in the order of their ids, stopped ones only when all is set, and a warning for each record
+// that cannot be read.
+func (e *Engine) List(all bool) ([]shard.Sandbox, []string) {
+	e.mu.Lock()
+	sandboxes := make([]*sandbox, len(e.ids))
+	for i, id := range e.ids {
+		sandboxes[i] = e.sandboxes[id]
+	}
+	warnings := slices.Clone(e.warnings)
+	e.mu.Unlock()
+	out := make([]shard.Sandbox, 0, len(sandboxes))
+	for _, sb := range sandboxes {
+		if s := sb.record().Sandbox; all || s.State != shard.StateStopped {
+			out = append(out, s)
+		}
+	}
+	return out, warnings
+}
+
+// Inspect returns one record. With wait it holds while the sandbox is pending.
+func (e *Engine) Inspect(ctx context.Context, ref string, wait bool) (*shard.Inspection, error) {
+	sb, err := e.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	if j := sb.pending(); wait && j != nil {
+		select {
+		case <-j.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return &shard.Inspection{Sandbox: sb.record().Sandbox}, nil
+}
+
+// ImageHolders names the sandboxes that were made from the image of this digest.
+func (e *Engine) ImageHolders(digest string) []string {
+	all, _ := e.List(true)
+	var holders []string
+	for _, s := range all {
+		if s.Digest == digest {
+			holders = append(holders, s.Ref())
+		}
+	}
+	return holders
+}
+
+// provider finds a provider by name, or the default one, and checks that it works on this host.
+func (e *Engine) provider(ctx context.Context, name string) (provider.Provider, error) {
+	if name == "" {
+		name = e.Default
+	}
+	p, err := e.providerNamed(name)
+	if err != nil {
+		return nil, err
+	}
+	if report := e.probe(ctx, p); !report.Available {
+		return nil, shard.Errorf(shard.CodeUnsupported, "provider %s does not work on this host: %s", name, report.Reason)
+	}
+	return p, nil
+}
+
+func (e *Engine) providerNamed(name string) (provider.Provider, error) {
+	var names []string
+	for _, p := range e.Providers {
+		if p.Name() == name {
+			return p, nil
+		}
+		names = append(names, p.Name())
+	}
+	return nil, shard.Invalidf("there is no provider %s here: this daemon has %s", shard.Quote(name), strings.Join(names, ", "))
+}
+
+// probe asks a provider once whether it works. A refusal is asked again: the host may have been mended.
+func (e *Engine) probe(ctx context.Context, p provider.Provider) provider.Report {
+	e.probesMu.Lock()
+	defer e.probesMu.Unlock()
+	report, ok := e.probes[p.Name()]
+	if !ok || !report.Available {
+		report = p.Probe(ctx)
+		e.probes[p.Name()] = report
+	}
+	return report
+}
+
+// ListProviders says what each provider is worth on this host.
+func (e *Engine) ListProviders(ctx context.Context) []shard.ProviderInfo {
+	out := make([]shard.ProviderInfo, 0, len(e.Providers))
+	for _, p := range e.Providers {
+		report := e.probe(ctx, p)
+		out = append(out, shard.ProviderInfo{Name: p.Name(), Available: report.Available, Reason: report.Reason,
+			Version: report.Version, Default: p.Name() == e.Default, Capabilities: provider.CapabilitiesOf(p)})
+	}
+	return out
+}
+
+// Capabilities are those of the named provider, or of the default one.
+func (e *Engine) Capabilities(name string) (shard.Capabilities, error) {
+	if name == "" {
+		name = e.Default
+	}
+	p, err := e.providerNamed(name)
+	if err != nil {
+		return shard.Capabilities{}, err
+	}
+	return provider.CapabilitiesOf(p), nil
+}
+
+// reason is the text of err that may be shown to any client.
+func reason(err error) string {
+	if e, ok := errors.AsType[*shard.Error](err); ok {
+		return e.Message
+	}
+	return "internal error: the daemon's log says more"
+}
+
+// undo is a stack of what must be taken back when an operation fails. Its steps ignore the operation's cancellation.
+type undo []func(context.Context) error
+
+func (u *undo) push(step func(context.Context) error) { *u = append(*u, step) }
+
+// run takes everything back, newest first, and goes on after failures.
+func (u *undo) run(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), teardownTime)
+	defer cancel()
+	var errs []error
+	for _, step := range slices.Backward(*u) {
+		errs = append(errs, step(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+// Bounds of the server's own work (contract §3.1).
+const (
+	startTime    = 60 * time.Second
+	execTime     = 20 * time.Second
+	stopGrace    = 30 * time.Second
+	stopMargin   = 5 * time.Second
+	teardownTime = 60 * time.Second
+)
+
+// hostMemoryMiB is the memory of this host.
+func hostMemoryMiB() (int64, error) {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0, fmt.Errorf("read the host's memory: %w", err)
+	}
+	return int64(info.Totalram) * int64(info.Unit) >> 20, nil
+}

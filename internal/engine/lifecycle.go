@@ -1,0 +1,502 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/guest"
+	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/provider"
+)
+
+// live is one running machine and the session with its agent.
+type live struct {
+	inst     provider.Instance
+	expected atomic.Bool   // a verb is ending the machine: its death is no news
+	stop     chan struct{} // closed when the watch must end
+	stopped  chan struct{} // closed when it has
+
+	// guarded by sandbox.mu
+	session *guest.Session // nil while there is none
+	ready   chan struct{}  // closed when session is set
+}
+
+// spec is what the provider must know.
+func (sb *sandbox) spec(rec *record) provider.Spec {
+	hostname := rec.Sandbox.Name
+	if hostname == "" {
+		hostname = sb.id
+	}
+	return provider.Spec{ID: sb.id, Hostname: hostname, Root: filepath.Join(sb.dir, "rootfs"), Dir: sb.dir,
+		Resources: rec.Sandbox.Resources}
+}
+
+// boot prepares root and network, starts the machine, greets the agent, and stores rec as running. The caller holds the
+// verb lock; rec is the record to be, not yet stored. On failure everything is undone.
+func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec *record, img *image.Image) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, startTime)
+	defer cancel()
+	var undo undo
+	defer func() {
+		if err == nil {
+			return
+		}
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = shard.Wrap(shard.CodeTimeout, err, "sandbox %q did not start within %d s", rec.Sandbox.Ref(), startTime/time.Second)
+		}
+		if undoErr := undo.run(ctx); undoErr != nil {
+			e.Log.Error("undo of a failed start", "sandbox", sb.id, "err", undoErr)
+		}
+	}()
+	spec := sb.spec(rec)
+	var address string
+	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })
+	undo.push(func(ctx context.Context) error { return e.Net.Detach(ctx, sb.id) })
+	g, prepare := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		if !rec.Prepared {
+			if err := e.Roots.Create(prepare, sb.dir, rec.Sandbox.Resources.DiskMiB); err != nil {
+				return err
+			}
+		}
+		layers := make([]string, len(img.Layers))
+		for i, dir := range img.Layers {
+			layers[i] = filepath.Base(dir)
+		}
+		root, err := e.Roots.Mount(prepare, sb.dir, e.Images.LayersDir(), layers)
+		spec.Root = root
+		return err
+	})
+	g.Go(func() error {
+		att, err := e.Net.Attach(prepare, sb.id)
+		if err == nil {
+			spec.Netns, address = att.Netns, att.Addr.String()
+		}
+		return err
+	})
+	if err := g.Wait(); err != nil {
+		return err
+	}
+	undo.push(func(ctx context.Context) error { return p.Destroy(ctx, spec) })
+	inst, err := p.Start(ctx, spec)
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "provider %s could not start the sandbox", p.Name())
+	}
+	session, err := connect(ctx, inst, rec)
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "the agent of the sandbox did not answer")
+	}
+	undo.push(func(context.Context) error { session.Close(); return nil })
+	err = session.Call(ctx, guest.OpBoot, guest.BootArgs{Hostname: spec.Hostname, First: !rec.Prepared, User: rec.User,
+		Workdir: guest.Path(rec.Workdir), Files: map[string]string{
+			"/etc/hostname":    spec.Hostname + "\n",
+			"/etc/hosts":       fmt.Sprintf("127.0.0.1\tlocalhost\n%s\t%s\n", address, spec.Hostname),
+			"/etc/resolv.conf": "nameserver " + strings.Join(e.Nameservers, "\nnameserver ") + "\n",
+		}}, nil)
+	if err != nil {
+		return err
+	}
+	l := &live{inst: inst, session: session, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})}
+	close(l.ready)
+	if err := sb.update(func(r *record) {
+		now := time.Now().UTC().Truncate(time.Microsecond)
+		*r = *rec
+		r.Handle, r.Intent, r.Prepared, r.StoppedByUser = inst.Handle(), "", true, false
+		r.Sandbox.State, r.Sandbox.StoppedReason, r.Sandbox.StartedAt = shard.StateRunning, "", &now
+	}); err != nil {
+		return err
+	}
+	e.enliven(sb, l)
+	return nil
+}
+
+// connect opens the agent's channel and greets it.
+func connect(ctx context.Context, inst provider.Instance, rec *record) (*guest.Session, error) {
+	var conn net.Conn
+	conn, err := inst.Dial(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return guest.Connect(ctx, conn, [guest.TokenSize]byte(rec.Token))
+}
+
+// enliven makes l the sandbox's machine and watches it.
+func (e *Engine) enliven(sb *sandbox, l *live) {
+	sb.mu.Lock()
+	sb.live = l
+	sb.mu.Unlock()
+	e.wg.Go(func() { e.watch(sb, l) })
+}
+
+// watch follows one machine: it greets the agent again when the session breaks, and stores the end when the machine dies
+// by itself.
+func (e *Engine) watch(sb *sandbox, l *live) {
+	defer close(l.stopped)
+	wait := 20 * time.Millisecond
+	for {
+		sb.mu.Lock()
+		session := l.session
+		sb.mu.Unlock()
+		if session == nil {
+			ctx, cancel := context.WithTimeout(e.ctx, 10*time.Second)
+			fresh, err := connect(ctx, l.inst, sb.record())
+			cancel()
+			if err == nil {
+				sb.mu.Lock()
+				l.session = fresh
+				close(l.ready)
+				sb.mu.Unlock()
+				e.resumeCommands(sb, fresh)
+				wait = 20 * time.Millisecond
+				continue
+			}
+			select {
+			case <-l.inst.Done():
+			case <-l.stop:
+				return
+			case <-time.After(wait):
+				e.Log.Warn("the agent does not answer", "sandbox", sb.id, "err", err)
+				wait = min(2*wait, 5*time.Second)
+				continue
+			}
+		} else {
+			select {
+			case <-l.inst.Done():
+			case <-l.stop:
+				return
+			case <-session.Done():
+				if l.expected.Load() { // the machine is on its way out
+					select {
+					case <-l.inst.Done():
+					case <-l.stop:
+					}
+					return
+				}
+				e.Log.Warn("the session with the agent broke", "sandbox", sb.id, "err", session.Err())
+				sb.mu.Lock()
+				l.session, l.ready = nil, make(chan struct{})
+				sb.mu.Unlock()
+				continue
+			}
+		}
+		if !l.expected.Load() {
+			e.wg.Go(func() { e.died(sb, l) })
+		}
+		return
+	}
+}
+
+// letGo ends the watch of a sandbox whose machine runs on.
+func (sb *sandbox) letGo() {
+	sb.mu.Lock()
+	l, commands := sb.live, sb.commands
+	sb.live = nil
+	sb.mu.Unlock()
+	if l != nil {
+		l.expected.Store(true)
+		close(l.stop)
+		<-l.stopped
+		sb.mu.Lock()
+		session := l.session
+		sb.mu.Unlock()
+		if session != nil {
+			session.Close()
+		}
+	}
+	for _, c := range commands {
+		c.letGo()
+	}
+}
+
+// session returns the session with the agent of a running sandbox; while there is none it waits for the watch to make one.
+func (sb *sandbox) session(ctx context.Context) (*guest.Session, error) {
+	ctx, cancel := context.WithTimeout(ctx, execTime)
+	defer cancel()
+	for {
+		sb.mu.Lock()
+		l := sb.live
+		var session *guest.Session
+		var ready chan struct{}
+		if l != nil {
+			session, ready = l.session, l.ready
+		}
+		sb.mu.Unlock()
+		switch {
+		case l == nil:
+			if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, shard.VerbExec); err != nil {
+				return nil, err
+			}
+			return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
+		case session != nil:
+			return session, nil
+		}
+		select {
+		case <-ready:
+		case <-l.inst.Done():
+			return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q has just ended", sb.ref())
+		case <-ctx.Done():
+			return nil, shard.Wrap(shard.CodeTimeout, ctx.Err(), "the agent of sandbox %q does not answer: stop the sandbox, or remove it with force", sb.ref())
+		}
+	}
+}
+
+// died stores the end of a machine that nobody asked to end.
+func (e *Engine) died(sb *sandbox, l *live) {
+	select {
+	case sb.verb <- struct{}{}:
+	case <-e.ctx.Done():
+		return // the next daemon finds out
+	}
+	defer func() { <-sb.verb }()
+	sb.mu.Lock()
+	current := sb.live == l
+	sb.mu.Unlock()
+	if !current {
+		return // a verb was quicker
+	}
+	exit := l.inst.Exit()
+	e.Log.Info("sandbox ended by itself", "sandbox", sb.id, "oom", exit.OOM, "detail", exit.Detail)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
+	defer cancel()
+	e.endLive(sb, "the sandbox ended")
+	if err := e.teardown(ctx, sb); err != nil {
+		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
+	}
+	if err := sb.update(ended(exit)); err != nil {
+		e.Log.Error("store the end of a sandbox", "sandbox", sb.id, "err", err)
+	}
+}
+
+const (
+	reasonOOM  = "ran out of memory and the host ended it"
+	reasonDied = "its processes died"
+	reasonGone = "the daemon restarted and found no process"
+)
+
+// ended changes a record to that of a sandbox that ended by itself.
+func ended(exit provider.Exit) func(*record) {
+	return func(r *record) {
+		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateStopped, reasonDied, nil, ""
+		if !exit.OOM {
+			return
+		}
+		kills := 1
+		if r.Sandbox.OOM != nil {
+			kills += r.Sandbox.OOM.Kills
+		}
+		r.Sandbox.OOM = &shard.OOM{Kills: kills, KilledAt: time.Now().UTC().Truncate(time.Microsecond)}
+		r.Sandbox.StoppedReason = reasonOOM
+	}
+}
+
+// endLive forgets the machine, its session and its commands. why is what attached clients are told.
+func (e *Engine) endLive(sb *sandbox, why string) {
+	sb.mu.Lock()
+	l, commands := sb.live, sb.commands
+	sb.live, sb.commands = nil, nil
+	sb.mu.Unlock()
+	if l != nil {
+		l.expected.Store(true)
+		close(l.stop)
+		<-l.stopped
+		sb.mu.Lock()
+		session := l.session
+		sb.mu.Unlock()
+		if session != nil {
+			session.Close()
+		}
+	}
+	for _, c := range commands {
+		c.discard(shard.Errorf(shard.CodeSandboxNotRunning, "%s while the command ran", why))
+	}
+	_ = os.RemoveAll(filepath.Join(sb.dir, "execs"))
+}
+
+// teardown removes what a machine leaves on the host, except its files and its address. Idempotent.
+func (e *Engine) teardown(ctx context.Context, sb *sandbox) error {
+	rec := sb.record()
+	var errs []error
+	if p, err := e.providerNamed(rec.Sandbox.Provider); err != nil {
+		errs = append(errs, err)
+	} else if err := p.Destroy(ctx, sb.spec(rec)); err != nil {
+		errs = append(errs, fmt.Errorf("provider %s: %w", p.Name(), err))
+	}
+	if err := e.Net.Detach(ctx, sb.id); err != nil {
+		errs = append(errs, err)
+	}
+	if err := e.Roots.Unmount(ctx, sb.dir); err != nil {
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+// deleteFiles gives back the address and deletes the record and the files.
+func (e *Engine) deleteFiles(sb *sandbox) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
+	defer cancel()
+	return errors.Join(e.Net.Release(ctx, sb.id), e.records.Delete(sb.id))
+}
+
+// Start starts a stopped sandbox with the files it kept.
+func (e *Engine) Start(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	sb, err := e.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	unlock, err := sb.lock(ctx, shard.VerbStart)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	ctx = context.WithoutCancel(ctx)
+	rec := *sb.record()
+	p, err := e.provider(ctx, rec.Sandbox.Provider)
+	if err != nil {
+		return nil, err
+	}
+	img, release, err := e.Images.Acquire(rec.Sandbox.Digest)
+	if err != nil {
+		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
+	}
+	defer release()
+	if err := sb.update(func(r *record) { r.Intent = "start" }); err != nil {
+		return nil, err
+	}
+	if err := e.boot(ctx, sb, p, &rec, img); err != nil {
+		if e := sb.update(func(r *record) { r.Intent = "" }); e != nil {
+			err = errors.Join(err, e)
+		}
+		return nil, err
+	}
+	s := sb.record().Sandbox
+	return &s, nil
+}
+
+// Stop ends every process of a sandbox and keeps its files. A pending sandbox's create is cancelled.
+func (e *Engine) Stop(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	sb, err := e.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	if j := sb.pending(); j != nil {
+		j.stop("cancelled by stop")
+		if s := sb.record().Sandbox; s.State == shard.StateFailed {
+			return &s, nil
+		}
+		// It had just come up: then this is a stop like any other.
+	}
+	unlock, err := sb.lock(ctx, shard.VerbStop)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if err := e.stop(context.WithoutCancel(ctx), sb); err != nil {
+		return nil, err
+	}
+	s := sb.record().Sandbox
+	return &s, nil
+}
+
+// stop ends the machine of a sandbox and stores it as stopped. The caller holds the verb lock.
+func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
+	if err := sb.update(func(r *record) { r.Intent = "stop" }); err != nil {
+		return err
+	}
+	e.quiet(ctx, sb)
+	e.endLive(sb, "the sandbox was stopped")
+	ctx, cancel := context.WithTimeout(ctx, teardownTime)
+	defer cancel()
+	if err := e.teardown(ctx, sb); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q did not stop", sb.ref())
+	}
+	return sb.update(func(r *record) {
+		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
+	})
+}
+
+// quiet asks the agent to end every process, and then ends the machine, with or without the agent's answer.
+func (e *Engine) quiet(ctx context.Context, sb *sandbox) {
+	sb.mu.Lock()
+	l := sb.live
+	var session *guest.Session
+	if l != nil {
+		l.expected.Store(true)
+		session = l.session
+	}
+	sb.mu.Unlock()
+	if l == nil {
+		return
+	}
+	if session != nil {
+		ctx, cancel := context.WithTimeout(ctx, stopGrace+stopMargin)
+		err := session.Call(ctx, guest.OpStop, guest.StopArgs{GraceMillis: stopGrace.Milliseconds()}, nil)
+		cancel()
+		if err != nil {
+			e.Log.Warn("the agent did not stop the sandbox's processes", "sandbox", sb.id, "err", err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, stopMargin)
+	defer cancel()
+	if err := l.inst.Kill(ctx); err != nil {
+		e.Log.Warn("end the machine", "sandbox", sb.id, "err", err)
+	}
+}
+
+// Remove deletes a sandbox and its files. With force a live one is ended first, without the grace of a stop.
+func (e *Engine) Remove(ctx context.Context, ref string, force bool) error {
+	sb, err := e.find(ref)
+	if err != nil {
+		return err
+	}
+	if j := sb.pending(); j != nil {
+		j.stop("cancelled by its removal")
+	}
+	verb := shard.VerbRemove
+	if force {
+		verb = shard.VerbForce
+	}
+	unlock, err := sb.lock(ctx, verb)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	ctx = context.WithoutCancel(ctx)
+	if err := sb.update(func(r *record) { r.Intent = "remove" }); err != nil {
+		return err
+	}
+	return e.remove(ctx, sb)
+}
+
+// remove does the work of Remove. The caller holds the verb lock and has stored the intent.
+func (e *Engine) remove(ctx context.Context, sb *sandbox) error {
+	ctx, cancel := context.WithTimeout(ctx, teardownTime)
+	defer cancel()
+	sb.mu.Lock()
+	l := sb.live
+	sb.mu.Unlock()
+	if l != nil {
+		l.expected.Store(true)
+		if err := l.inst.Kill(ctx); err != nil {
+			e.Log.Warn("end the machine", "sandbox", sb.id, "err", err)
+		}
+	}
+	e.endLive(sb, "the sandbox was removed")
+	if err := e.teardown(ctx, sb); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be removed whole: try again", sb.ref())
+	}
+	if err := e.deleteFiles(sb); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "the files of sandbox %q could not be removed: try again", sb.ref())
+	}
+	e.drop(sb)
+	return nil
+}

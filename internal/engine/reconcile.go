@@ -1,0 +1,133 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/provider"
+)
+
+// reconcile makes every record true: it finds out what runs, finishes stops and removes, and undoes creates and starts
+// that an earlier daemon left half done.
+func (e *Engine) reconcile(ctx context.Context) error {
+	records, unreadable, hollow, err := e.records.All()
+	if err != nil {
+		return err
+	}
+	spared := make(map[string]bool) // what an unreadable record may stand for is not touched
+	for _, u := range unreadable {
+		spared[u.Key] = true
+		e.warnings = append(e.warnings, fmt.Sprintf("the record of sandbox %q cannot be read: %s", u.Key, u.Reason))
+		e.Log.Error("unreadable record", "sandbox", u.Key, "reason", u.Reason)
+	}
+	for id, rec := range records {
+		e.add(e.newSandbox(id, rec))
+	}
+	alive := func(id string) bool {
+		rec, ok := records[id]
+		return spared[id] || (ok && rec.Sandbox.State == shard.StateRunning && rec.Intent == "")
+	}
+	var running []string
+	for id := range records {
+		if alive(id) {
+			running = append(running, id)
+		}
+	}
+	if err := e.Net.Recover(ctx, running); err != nil {
+		e.Log.Error("some sandboxes lost their network: stop and start them", "err", err)
+	}
+	if err := e.Net.Sweep(ctx, func(id string) (lease, attached bool) {
+		_, known := records[id]
+		return known || spared[id], alive(id)
+	}); err != nil {
+		e.Log.Error("sweep the network", "err", err)
+	}
+	g := new(errgroup.Group)
+	g.SetLimit(8)
+	for _, id := range slices.Clone(e.ids) {
+		sb := e.sandboxes[id]
+		g.Go(func() error {
+			if err := e.reconcileOne(ctx, sb); err != nil {
+				e.Log.Error("reconcile", "sandbox", sb.id, "err", err)
+			}
+			return nil
+		})
+	}
+	_ = g.Wait()
+	for _, id := range hollow { // the record was not yet, or no longer, there
+		sb := e.newSandbox(id, &record{Sandbox: shard.Sandbox{ID: id}})
+		for _, p := range e.Providers {
+			if err := p.Destroy(ctx, sb.spec(sb.record())); err != nil {
+				e.Log.Error("clean up a sandbox without a record", "sandbox", id, "err", err)
+			}
+		}
+		if err := errors.Join(e.Roots.Unmount(ctx, sb.dir), e.deleteFiles(sb)); err != nil {
+			e.Log.Error("clean up a sandbox without a record", "sandbox", id, "err", err)
+		}
+	}
+	up := func(id string) bool {
+		if spared[id] {
+			return true
+		}
+		sb, ok := e.sandboxes[id]
+		return ok && sb.record().Sandbox.State == shard.StateRunning
+	}
+	e.Roots.Sweep(ctx, func(dir string) bool { return up(filepath.Base(dir)) })
+	if err := e.Cgroups.Sweep(ctx, up); err != nil {
+		e.Log.Error("sweep cgroups", "err", err)
+	}
+	return nil
+}
+
+func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
+	rec := sb.record()
+	switch {
+	case rec.Intent == "remove":
+		return e.remove(ctx, sb)
+	case rec.Sandbox.State == shard.StatePending || rec.Sandbox.State == shard.StateCreated:
+		err := e.teardown(ctx, sb)
+		return errors.Join(err, sb.update(func(r *record) {
+			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", ""
+		}))
+	case rec.Intent == "stop":
+		err := e.teardown(ctx, sb)
+		return errors.Join(err, sb.update(func(r *record) {
+			r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
+		}))
+	case rec.Intent == "start":
+		err := e.teardown(ctx, sb)
+		return errors.Join(err, sb.update(func(r *record) { r.Intent, r.Handle = "", nil }))
+	case rec.Sandbox.State != shard.StateRunning:
+		return nil
+	}
+	p, err := e.providerNamed(rec.Sandbox.Provider)
+	if err != nil {
+		return err
+	}
+	inst, err := p.Recover(ctx, sb.spec(rec), rec.Handle)
+	if err == nil {
+		e.loadCommands(sb)
+		e.enliven(sb, &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})})
+		return nil
+	}
+	if !errors.Is(err, provider.ErrGone) {
+		e.Log.Error("recover a sandbox", "sandbox", sb.id, "err", err)
+	}
+	var exit provider.Exit
+	if inst != nil {
+		exit = inst.Exit()
+	}
+	err = e.teardown(ctx, sb)
+	return errors.Join(err, sb.update(func(r *record) {
+		ended(exit)(r)
+		if !exit.OOM {
+			r.Sandbox.StoppedReason = reasonGone
+		}
+	}))
+}
