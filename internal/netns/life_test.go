@@ -35,7 +35,7 @@ func count(t *testing.T, dir string) census {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.mounts = strings.Count(string(mounts), "\n")
+	c.mounts = strings.Count(string(mounts), dir+"/") // others' mounts, copied into this namespace, come and go
 	nft := &nftables.Conn{}
 	tables, err := nft.ListTables()
 	if err != nil {
@@ -300,6 +300,27 @@ func TestNeighbours(t *testing.T) {
 	}
 	if w.seen.has("b", token) {
 		t.Error("something arrived")
+	}
+}
+
+// TestReadyAtOnce: the host's end can send when Attach returns, also without a pool, and lo and eth0 are up inside.
+func TestReadyAtOnce(t *testing.T) {
+	n := open(t, Config{Tag: "ready", Pool: -1})
+	for i := range 10 {
+		a := attach(t, n, fmt.Sprintf("box-%d", i))
+		link, err := netlink.LinkByName(a.Interface)
+		if err != nil || link.Attrs().OperState != netlink.OperUp {
+			t.Errorf("%s is not up: %v", a.Interface, err)
+		}
+		within(t, a.Netns, func() error {
+			for _, name := range []string{"lo", inside} {
+				l, err := net.InterfaceByName(name)
+				if err != nil || l.Flags&net.FlagUp == 0 {
+					return fmt.Errorf("%s is not up: %w", name, err)
+				}
+			}
+			return nil
+		})
 	}
 }
 

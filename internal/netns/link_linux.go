@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -162,7 +163,24 @@ func (n *Net) connect(ns *namespace, slot int) (err error) {
 	if err := ns.rt.RouteAdd(&netlink.Route{LinkIndex: eth.Attrs().Index, Gw: gateway.AsSlice()}); err != nil {
 		return fmt.Errorf("add default route: %w", err)
 	}
-	return nil
+	return n.waitForCarrier(veth)
+}
+
+// waitForCarrier returns when our end can send. It was set up before its peer, so that the kernel starts its queue in
+// the background, and until then drops all, such as the answer to the guest's first ARP request: a second lost.
+func (n *Net) waitForCarrier(link netlink.Link) error {
+	const tries, pause = 500, time.Millisecond // newer kernels are done at the first look, since asking makes them
+	for range tries {
+		l, err := n.rt.LinkByIndex(link.Attrs().Index)
+		if err != nil {
+			return fmt.Errorf("look at %s: %w", link.Attrs().Name, err)
+		}
+		if l.Attrs().OperState == netlink.OperUp {
+			return nil
+		}
+		<-time.After(pause)
+	}
+	return fmt.Errorf("%s does not come up", link.Attrs().Name)
 }
 
 func up(rt *netlink.Handle, link netlink.Link, addr netip.Addr, subnet netip.Prefix) error {

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -240,6 +241,20 @@ func (l *Lab) connect() error {
 		}
 		if err := s.rt.LinkSetUp(eth); err != nil {
 			return err
+		}
+	}
+	// The host's end was set up before its peer, or the other way round: until its queue is started in the background
+	// it drops all. To ask for its state is to have that done.
+	for _, s := range []*space{l.host, l.world} {
+		for range 500 {
+			eth, err := s.rt.LinkByName("eth0")
+			if err != nil {
+				return err
+			}
+			if eth.Attrs().OperState == netlink.OperUp {
+				break
+			}
+			<-time.After(time.Millisecond)
 		}
 	}
 	// The world knows its way back through the host, so that nothing but the product keeps it out of sandboxes.
