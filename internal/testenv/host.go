@@ -3,10 +3,13 @@ package testenv
 import (
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -113,4 +116,70 @@ func (h Host) clear() {
 			_ = os.Remove(dir)
 		}
 	}
+}
+
+// CgroupProcesses are the processes in the cgroups that carry a mark, as this host numbers them.
+func CgroupProcesses(mark string) []int {
+	seen := make(map[int]bool)
+	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.IsDir() || !strings.Contains(path, mark) {
+			return nil
+		}
+		b, _ := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+		for _, field := range strings.Fields(string(b)) {
+			if pid, err := strconv.Atoi(field); err == nil {
+				seen[pid] = true
+			}
+		}
+		return nil
+	})
+	return slices.Sorted(maps.Keys(seen))
+}
+
+// Usage is what one process holds. Mounts counts those of its mount namespace; MemoryKiB is its resident set.
+type Usage struct {
+	Files, Threads, Children, Mounts int
+	MemoryKiB                        int64
+}
+
+// UsageOf reads the usage of a process.
+func UsageOf(pid int) Usage {
+	dir := fmt.Sprintf("/proc/%d", pid)
+	count := func(name string) int { entries, _ := os.ReadDir(filepath.Join(dir, name)); return len(entries) }
+	lines := func(name string) int {
+		b, _ := os.ReadFile(filepath.Join(dir, name))
+		return strings.Count(string(b), "\n")
+	}
+	u := Usage{Files: count("fd"), Threads: count("task"), Mounts: lines("mountinfo")}
+	tasks, _ := filepath.Glob(dir + "/task/*/children")
+	for _, task := range tasks {
+		b, _ := os.ReadFile(task)
+		u.Children += len(strings.Fields(string(b)))
+	}
+	status, _ := os.ReadFile(filepath.Join(dir, "status"))
+	for line := range strings.Lines(string(status)) {
+		if rest, ok := strings.CutPrefix(line, "VmRSS:"); ok {
+			_, _ = fmt.Sscan(rest, &u.MemoryKiB)
+		}
+	}
+	return u
+}
+
+// CPUTime is what processes and their ended children have used of the CPUs.
+func CPUTime(pids []int) time.Duration {
+	const tick = time.Second / 100 // USER_HZ, the same on every Linux
+	var total time.Duration
+	for _, pid := range pids {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		_, rest, _ := strings.Cut(string(b), ") ")
+		fields := strings.Fields(rest)
+		if len(fields) < 15 {
+			continue
+		}
+		for _, f := range fields[11:15] { // utime, stime, cutime, cstime
+			n, _ := strconv.ParseInt(f, 10, 64)
+			total += time.Duration(n) * tick
+		}
+	}
+	return total
 }
