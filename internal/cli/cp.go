@@ -129,33 +129,29 @@ func localSource(src string) (hostfs.Source, error) {
 	return hostfs.Source{}, fmt.Errorf("%s is neither a file nor a directory", shard.Quote(src))
 }
 
-// remoteKind says what stands at a path in a sandbox; a link counts as what it leads to.
+// remoteKind says what stands at a path in a sandbox; a link counts as what it leads to. Missing may also mean that
+// there is no such sandbox: a HEAD has no words for the difference, and whatever is done next has.
 func remoteKind(ctx context.Context, c *client.Client, at location) (hostfs.Kind, error) {
-	entry, err := c.Stat(ctx, at.ref, path.Clean(at.path))
-	if shard.CodeOf(err) == shard.CodeNotFound {
-		// Also what a missing sandbox answers, and without a text: ask once more for the words.
-		if _, err := c.Inspect(ctx, at.ref); err != nil {
-			return hostfs.Missing, err
-		}
-		return hostfs.Missing, nil
-	}
-	if err != nil {
-		return hostfs.Missing, worded(ctx, c, at, err)
-	}
-	switch entry.Type {
-	case "dir":
-		return hostfs.Dir, nil
-	case "symlink":
-		_, err := c.ListDir(ctx, at.ref, path.Clean(at.path)) // follows, and only a directory can be listed
-		switch shard.CodeOf(err) {
+	at.path = path.Clean(at.path)
+	entry, err := c.Stat(ctx, at.ref, at.path)
+	if err == nil && entry.Type == "symlink" {
+		followed, ferr := c.Stat(ctx, at.ref, at.path+"/") // passes for a directory only
+		switch shard.CodeOf(ferr) {
 		case "":
-			return hostfs.Dir, nil
+			entry = followed
 		case shard.CodeInvalidRequest:
 			return hostfs.File, nil
-		case shard.CodeNotFound:
-			return hostfs.Missing, nil
+		default:
+			err = ferr
 		}
-		return hostfs.Missing, err
+	}
+	switch {
+	case shard.CodeOf(err) == shard.CodeNotFound:
+		return hostfs.Missing, nil
+	case err != nil:
+		return hostfs.Missing, worded(ctx, c, at, err)
+	case entry.Type == "dir":
+		return hostfs.Dir, nil
 	}
 	return hostfs.File, nil
 }
@@ -165,7 +161,7 @@ func worded(ctx context.Context, c *client.Client, at location, err error) error
 	if _, refused := errors.AsType[*shard.Error](err); !refused {
 		return err
 	}
-	if _, lerr := c.ListDir(ctx, at.ref, path.Clean(at.path)); lerr != nil {
+	if _, lerr := c.ListDir(ctx, at.ref, at.path); lerr != nil {
 		return lerr
 	}
 	return err
@@ -236,6 +232,12 @@ func (a *App) copyOut(ctx context.Context, src location, dst string) error {
 	kind, err := remoteKind(ctx, c, src)
 	if err != nil {
 		return fmt.Errorf("look at %s in %s: %w", src.path, src.ref, err)
+	}
+	if kind == hostfs.Missing {
+		if _, err := c.Inspect(ctx, src.ref); err != nil {
+			return err
+		}
+		return fmt.Errorf("%s does not exist in %s", shard.Quote(src.path), src.ref)
 	}
 	place, err := hostfs.Place(hostfs.Source{Path: src.path, Kind: kind}, filepath.ToSlash(dst), localKind(dst))
 	if err != nil {
@@ -352,7 +354,7 @@ func (a *App) getTree(ctx context.Context, c *client.Client, src location, place
 	if _, err := os.Stat(place.Parent); err != nil {
 		return err
 	}
-	body, _, err := c.GetArchive(ctx, src.ref, path.Clean(src.path))
+	body, _, err := c.GetArchive(ctx, src.ref, path.Clean(src.path)+"/") // the slash follows a link
 	if err != nil {
 		return err
 	}
