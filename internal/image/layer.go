@@ -237,12 +237,13 @@ func kib(n int64) string { return fmt.Sprintf("%d KiB", (n+1023)>>10) }
 // once, with the layer's lock held.
 func (f *freshLayer) commit(lower []string) error {
 	s := f.s
+	opaque := isOpaque(f.u.root)
 	if err := f.u.finish(lower); err != nil {
 		return layerError(f.src, err)
 	}
 	short := shortName(f.src.chain)
 	// The record comes first: a directory under its final name is then always whole, whatever happens to the record.
-	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Bytes: f.b.disk}
+	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Bytes: f.b.disk, Opaque: opaque}
 	if err := s.writeRecord(s.path("layers", short+recordExt), rec); err != nil {
 		return err
 	}

@@ -48,6 +48,8 @@ type layerRecord struct {
 	DiffID  string `json:"diff_id"`
 	// Bytes is what the layer takes on the host.
 	Bytes int64 `json:"bytes"`
+	// Opaque says that the layer's root hides all layers below, which overlayfs does not honour at a root.
+	Opaque bool `json:"opaque,omitempty"`
 }
 
 func sum(b []byte) []byte { s := sha256.Sum256(b); return s[:] }

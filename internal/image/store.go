@@ -121,6 +121,9 @@ func (s *Store) load(ref, digest string) (*Image, error) {
 		}
 		img.Size += l.Bytes
 		img.Layers = append(img.Layers, s.path("layers", short))
+		if l.Opaque {
+			break
+		}
 	}
 	return img, nil
 }
