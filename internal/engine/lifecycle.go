@@ -182,11 +182,17 @@ func (e *Engine) watch(sb *sandbox, l *live) {
 					}
 					return
 				}
-				e.Log.Warn("the session with the agent broke", "sandbox", sb.id, "err", session.Err())
 				sb.mu.Lock()
 				l.session, l.ready = nil, make(chan struct{})
 				sb.mu.Unlock()
-				continue
+				select {
+				case <-l.inst.Done(): // a dying machine's channel goes a little before it
+				case <-l.stop:
+					return
+				case <-time.After(dying):
+					e.Log.Warn("the session with the agent broke", "sandbox", sb.id, "err", session.Err())
+					continue
+				}
 			}
 		}
 		if !l.expected.Load() {
@@ -276,6 +282,9 @@ func (e *Engine) died(sb *sandbox, l *live) {
 		e.Log.Error("store the end of a sandbox", "sandbox", sb.id, "err", err)
 	}
 }
+
+// dying is how long a machine may take to end after its channel has.
+const dying = 300 * time.Millisecond
 
 const (
 	reasonOOM  = "ran out of memory and the host ended it"
