@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/moby/profiles/seccomp"
 	"github.com/opencontainers/runtime-spec/specs-go"
@@ -106,11 +107,16 @@ func adjustRunc(spec *specs.Spec, _ provider.Spec) error {
 		return fmt.Errorf("make the system call filter: %w", err)
 	}
 	spec.Linux.Seccomp = filter
+	// On cgroup v1 this is a tmpfs of runc's own, which it leaves writable.
+	spec.Linux.ReadonlyPaths = append(slices.Clone(readonlyPaths), "/sys/fs/cgroup")
 	return nil
 }
 
 // adjustGVisor puts in the bounds that the guest shall see; shard-runsc reads them (tools/runsc/boot.go).
 func adjustGVisor(spec *specs.Spec, s provider.Spec) error {
+	// Over an empty /tmp gVisor lays a memory file system, whose files would count as memory and be lost at every stop,
+	// unless the bundle has a mount there; one of a type that it does not know it then leaves out.
+	spec.Mounts = append(spec.Mounts, specs.Mount{Destination: "/tmp", Type: "shard-none", Source: "none"})
 	spec.Linux.Resources = &specs.LinuxResources{}
 	if m := s.Resources.MemoryMiB; m > 0 {
 		spec.Linux.Resources.Memory = &specs.LinuxMemory{Limit: new(m << 20)}

@@ -14,11 +14,17 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/cgroup"
 	"github.com/useshards/shard/internal/provider"
+	"github.com/useshards/shard/internal/provider/providertest"
+	"github.com/useshards/shard/internal/testenv"
 )
 
 // programs finds what make puts into bin/, and the host's runc.
@@ -161,4 +167,147 @@ func TestProbe(t *testing.T) {
 			}
 		}
 	})
+}
+
+func TestConformance(t *testing.T) {
+	for _, name := range []string{Runc, GVisor} {
+		t.Run(name, func(t *testing.T) {
+			providertest.Run(t, func(t *testing.T) (provider.Provider, *providertest.Env) {
+				p := open(t, name)
+				return p, environment(p)
+			})
+		})
+	}
+}
+
+// environment says how the suite finds its way around these providers.
+func environment(p *OCI) *providertest.Env {
+	env := &providertest.Env{
+		Spec: func(t testing.TB, r shard.Resources) provider.Spec {
+			dir := t.TempDir()
+			spec := provider.Spec{ID: fmt.Sprintf("test-box-%04x", rand.Uint32()&0xffff), Root: filepath.Join(dir, "root"),
+				Dir: filepath.Join(dir, "dir"), Netns: network(t), Resources: r}
+			spec.Hostname = spec.ID
+			if err := errors.Join(os.Mkdir(spec.Root, 0o755), os.Mkdir(spec.Dir, 0o700)); err != nil {
+				t.Fatal(err)
+			}
+			for _, e := range testenv.BusyboxEntries(t) {
+				place(t, spec.Root, e)
+			}
+			return spec
+		},
+		Put: func(t testing.TB, spec provider.Spec, name string, body []byte) {
+			place(t, spec.Root, testenv.Entry{Name: name, Body: string(body), Mode: 0o755})
+		},
+		Reopen: func(t testing.TB) provider.Provider {
+			again, err := New(p.Name(), p.opt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return again
+		},
+		Traces: func(spec provider.Spec) (found []string) {
+			h := testenv.Observe(spec.ID)
+			found = slices.Concat(h.Cgroups, h.Processes, h.Loops)
+			for _, m := range h.Mounts {
+				if m != spec.Netns {
+					found = append(found, "mount "+m)
+				}
+			}
+			if _, err := os.Stat(p.stateDir(spec)); err == nil {
+				found = append(found, p.stateDir(spec))
+			}
+			return found
+		},
+		SharedKernel: p.Name() == Runc,
+		ShowsBounds:  p.Name() == GVisor,
+	}
+	signal := func(of func(handle) int, s unix.Signal) func(testing.TB, provider.Instance) {
+		return func(t testing.TB, i provider.Instance) {
+			if err := unix.Kill(of(i.(*Instance).handle), s); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	first := func(h handle) int { return h.Main.PID }
+	env.Injuries = []providertest.Injury{
+		{Name: "main process killed", Do: signal(first, unix.SIGKILL), Ends: true},
+		{Name: "main process stopped", Do: signal(first, unix.SIGSTOP)},
+	}
+	if p.Name() == GVisor {
+		gofer := func(h handle) int { return h.Helpers[0].PID }
+		env.Injuries = append(env.Injuries,
+			providertest.Injury{Name: "gofer killed", Do: signal(gofer, unix.SIGKILL), Ends: true},
+			providertest.Injury{Name: "gofer stopped", Do: signal(gofer, unix.SIGSTOP)},
+			providertest.Injury{Name: "sentry and gofer stopped", Do: func(t testing.TB, i provider.Instance) {
+				signal(gofer, unix.SIGSTOP)(t, i)
+				signal(first, unix.SIGSTOP)(t, i)
+			}},
+		)
+	}
+	return env
+}
+
+// place puts one entry of an image into a root.
+func place(t testing.TB, root string, e testenv.Entry) {
+	t.Helper()
+	at := filepath.Join(root, e.Name)
+	var err error
+	switch mode := fs.FileMode(e.Mode) & 0o777; {
+	case e.Link != "":
+		err = os.Symlink(e.Link, at)
+	case strings.HasSuffix(e.Name, "/"):
+		if mode == 0 {
+			mode = 0o755
+		}
+		err = errors.Join(os.MkdirAll(at, mode), os.Chmod(at, mode|fs.ModeSticky*fs.FileMode(e.Mode>>9&1)))
+	default:
+		if mode == 0 {
+			mode = 0o644
+		}
+		err = os.WriteFile(at, []byte(e.Body), mode)
+	}
+	if err == nil {
+		err = os.Lchown(at, e.UID, e.GID)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// network makes a namespace with lo up, at a path that the test's end removes.
+func network(t testing.TB) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "netns")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	made := make(chan error)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		made <- func() error {
+			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+				return err
+			}
+			fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			defer unix.Close(fd)
+			lo, err := unix.NewIfreq("lo")
+			if err != nil {
+				return err
+			}
+			lo.SetUint16(unix.IFF_UP)
+			if err := unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, lo); err != nil {
+				return err
+			}
+			return unix.Mount(fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid()), path, "", unix.MS_BIND, "")
+		}()
+	}()
+	if err := <-made; err != nil {
+		t.Fatalf("make a network namespace: %v", err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(path, unix.MNT_DETACH) })
+	return path
 }
