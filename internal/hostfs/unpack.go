@@ -114,7 +114,7 @@ func (u *unpacker) rename(e *tarstream.Entry) error {
 	if u.top == "" {
 		u.top = first
 	}
-	if first != u.top {
+	if u.top != "." && first != u.top {
 		return tarstream.Refuse(e.Name, "is not in the tree %s that was asked for", shard.Quote(u.top))
 	}
 	if u.opts.Name == "." && e.Name == u.top && e.Kind != tarstream.Dir {
@@ -129,7 +129,7 @@ func (u *unpacker) rename(e *tarstream.Entry) error {
 	}
 	e.Name = swap(e.Name)
 	if e.Kind == tarstream.Hardlink {
-		if first, _, _ := strings.Cut(e.Link, "/"); first != u.top {
+		if first, _, _ := strings.Cut(e.Link, "/"); u.top != "." && first != u.top {
 			return tarstream.Refuse(e.Name, "is a hard link to %s, which this tar does not hold", shard.Quote(e.Link))
 		}
 		e.Link = swap(e.Link)

@@ -22,10 +22,12 @@ const MaxEntries = 1 << 20
 // XattrPrefix is what the name of an extended attribute has before it in a PAX record.
 const XattrPrefix = "SCHILY.xattr."
 
-// maxPath is Linux' PATH_MAX; maxPadding is how many zero bytes may follow the end of a tar (writers pad to a record).
+// maxPath is Linux' PATH_MAX; maxPadding is how many zero bytes may follow the end of a tar (writers pad to a record);
+// maxHoles is how much longer than the tar its sparse files may be in all, since a hole of any size costs one line.
 const (
 	maxPath    = 4096
 	maxPadding = 16 << 20
+	maxHoles   = 64 << 30
 )
 
 // Kind is what an entry makes.
@@ -63,16 +65,19 @@ type Reader struct {
 	tr      *tar.Reader
 	entries int
 	name    string // of the current entry, quoted
+	given   int64  // bytes of contents
 }
 
-// source remembers how the stream below a tar.Reader ended.
+// source counts the stream below a tar.Reader and remembers how it ended.
 type source struct {
-	r   *bufio.Reader
-	err error
+	r    *bufio.Reader
+	read int64
+	err  error
 }
 
 func (s *source) Read(p []byte) (int, error) {
 	n, err := s.r.Read(p)
+	s.read += int64(n)
 	if err != nil {
 		s.err = err
 	}
@@ -110,6 +115,9 @@ func (r *Reader) Next() (*Entry, error) {
 // Read reads the current entry's contents, exactly its Size.
 func (r *Reader) Read(p []byte) (int, error) {
 	n, err := r.tr.Read(p)
+	if r.given += int64(n); r.given-r.src.read > maxHoles {
+		return 0, shard.Invalidf("the tar's sparse files, up to entry %s, have more than %d GiB of holes", r.name, int64(maxHoles>>30))
+	}
 	if err != nil && err != io.EOF {
 		err = r.explain(err)
 	}
