@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -234,29 +235,38 @@ func layerError(src *layerSource, err error) error {
 func kib(n int64) string { return fmt.Sprintf("%d KiB", (n+1023)>>10) }
 
 // commit makes the layer part of the store. lower are the directories of the layers below, topmost first. It is called
-// once, with the layer's lock held.
+// with the layer's lock held; discard must follow.
 func (f *freshLayer) commit(lower []string) error {
 	s := f.s
-	opaque := isOpaque(f.u.root)
 	if err := f.u.finish(lower); err != nil {
 		return layerError(f.src, err)
 	}
-	short := shortName(f.src.chain)
-	// The record comes first: a directory under its final name is then always whole, whatever happens to the record.
-	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Bytes: f.b.disk, Opaque: opaque}
-	if err := s.writeRecord(s.path("layers", short+recordExt), rec); err != nil {
+	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Bytes: f.b.disk, Opaque: isOpaque(f.u.root)}
+	data, err := json.Marshal(rec)
+	if err != nil {
 		return err
 	}
-	if err := os.Rename(filepath.Join(f.tmp, "fs"), s.path("layers", short)); err != nil && !errors.Is(err, unix.ENOTEMPTY) && !errors.Is(err, unix.EEXIST) {
+	record := filepath.Join(f.tmp, "record")
+	if err := os.WriteFile(record, data, 0o600); err != nil {
+		return layerError(f.src, err)
+	}
+	// One sync for all the files, the record too; fsync of each would cost a commit of the journal each.
+	if err := unix.Syncfs(f.u.root); err != nil {
+		return layerError(f.src, err)
+	}
+	// The record goes first: a directory under its final name is then always whole, whatever happens to the record.
+	dir := s.path("layers", shortName(f.src.chain))
+	if err := os.Rename(record, dir+recordExt); err != nil {
+		return err
+	}
+	if err := os.Rename(filepath.Join(f.tmp, "fs"), dir); err != nil && !errors.Is(err, unix.ENOTEMPTY) && !errors.Is(err, unix.EEXIST) {
 		return err
 	}
 	return syncDir(s.path("layers"))
 }
 
 // discard removes what is left under tmp, after commit or without it.
-func (f *freshLayer) discard() { _ = os.RemoveAll(f.tmp) }
-
-func (f *freshLayer) abandon() {
+func (f *freshLayer) discard() {
 	unix.Close(f.u.root)
-	f.discard()
+	_ = os.RemoveAll(f.tmp)
 }

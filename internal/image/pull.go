@@ -263,9 +263,6 @@ func (b *build) layer(ctx context.Context, i int, free func(), below <-chan stru
 	select {
 	case <-below:
 	case <-ctx.Done():
-		if fresh != nil {
-			fresh.abandon()
-		}
 		return ctx.Err()
 	}
 	if fresh != nil {

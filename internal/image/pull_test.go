@@ -270,6 +270,8 @@ func TestResume(t *testing.T) {
 		return true // the server cuts the connection when less than promised was sent
 	})
 	pull(t, s, ref)
+	mu.Lock()
+	defer mu.Unlock()
 	if int(served) > len(im.blobs[im.layers[0]])+4<<20 {
 		t.Errorf("%d bytes were served for %d, ranges %q", served, len(im.blobs[im.layers[0]]), ranges)
 	}

@@ -105,6 +105,15 @@ func TestCredentials(t *testing.T) {
 	})
 }
 
+// Under systemd there is no HOME, and credentials are found by it.
+func TestHome(t *testing.T) {
+	t.Setenv("HOME", "")
+	newStore(t, nil)
+	if os.Getenv("HOME") == "" {
+		t.Error("no HOME")
+	}
+}
+
 func TestRegistryFailures(t *testing.T) {
 	dockerConfig(t, `{}`)
 	s := newStore(t, nil)

@@ -299,7 +299,7 @@ func TestBombs(t *testing.T) {
 			return err
 		}
 		chunk := make([]byte, 1<<20)
-		for range 3 << 10 { // the header promises 200 GiB; what comes is far over the bound
+		for range 64 { // the header promises 200 GiB, which is enough
 			if _, err := w.Write(chunk); err != nil {
 				return err
 			}
