@@ -102,6 +102,7 @@ func run() error {
 	if err != nil {
 		return os.NewSyscallError("stdin", err)
 	}
+	c.birth = true
 	a.serveBirth(c)
 	return nil
 }
@@ -189,7 +190,7 @@ func (a *agent) greet(fd int, birth bool) {
 }
 
 // serveBirth serves the connected socket that PID 1 was born with, for ever: a runtime that restores the sandbox puts
-// a new socket in its place, so neither its end nor a broken frame is final.
+// a new socket in its place, so neither its end nor a broken frame nor another session is final.
 func (a *agent) serveBirth(c *conn) {
 	for {
 		token, epoch, err := c.readHello()
@@ -236,7 +237,7 @@ func (a *agent) replace(s *session) {
 	a.mu.Unlock()
 	if old != nil {
 		old.lose()
-		if old.c != s.c {
+		if old.c != s.c && !old.c.birth {
 			old.c.f.SetReadDeadline(time.Unix(1, 0)) // its goroutine closes it
 		}
 	}

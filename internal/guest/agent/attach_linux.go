@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"errors"
 	"os"
 	"time"
 
@@ -28,8 +29,10 @@ func attach() error {
 		return os.NewSyscallError("hand over the channel", err)
 	}
 	var answer [1]byte
-	if n, err := unix.Read(fd, answer[:]); n != 1 {
-		return os.NewSyscallError("PID 1 refused the channel", err)
+	if n, err := unix.Read(fd, answer[:]); err != nil {
+		return os.NewSyscallError("wait for PID 1", err)
+	} else if n != 1 {
+		return errors.New("PID 1 refused the channel")
 	}
 	return nil
 }

@@ -34,6 +34,8 @@ type conn struct {
 	raw syscall.RawConn
 	r   *bufio.Reader
 
+	birth bool // the connected socket that PID 1 was born with: it is never closed
+
 	mu     sync.Mutex // held over each frame's write: frames are never mixed
 	cur    *session   // whose frames may be written
 	header [guest.HeaderSize + 1]byte

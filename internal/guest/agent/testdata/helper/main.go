@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 )
 
 func main() {
@@ -54,7 +55,7 @@ func main() {
 	case "stubborn": // does not end on TERM
 		signal.Ignore(syscall.SIGTERM)
 		fmt.Println("ready")
-		select {}
+		time.Sleep(time.Hour)
 	case "copy": // stdin to stdout
 		io.Copy(os.Stdout, os.Stdin)
 	default:
