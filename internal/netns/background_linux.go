@@ -52,6 +52,23 @@ func (n *Net) fill(ctx context.Context) {
 
 func (n *Net) discard(l *link) { n.reaper.bury(corpse{slot: l.slot, ns: l.ns, free: true}) }
 
+// guard looks after the table: without it a sandbox would reach what this host reaches.
+func (n *Net) guard(ctx context.Context) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		vanished, err := n.table.restore()
+		if vanished {
+			n.cfg.Log.Error("the nftables table of the sandboxes had been removed by another program; it is up again", "table", n.table.name, "err", err)
+		}
+	}
+}
+
 // corpse is a link that is to be torn down, with the file of its namespace if that is still open.
 type corpse struct {
 	slot int

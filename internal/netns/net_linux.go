@@ -41,7 +41,7 @@ type Net struct {
 
 	ready  chan *link // the pool
 	stop   context.CancelFunc
-	filler sync.WaitGroup
+	tasks  sync.WaitGroup
 	reaper *reaper
 }
 
@@ -116,8 +116,9 @@ func Open(ctx context.Context, cfg Config) (_ *Net, err error) {
 	n.reaper = startReaper(n)
 	background, stop := context.WithCancel(context.Background())
 	n.stop = stop
+	n.tasks.Go(func() { n.guard(background) })
 	if cfg.Pool > 0 {
-		n.filler.Go(func() { n.fill(background) })
+		n.tasks.Go(func() { n.fill(background) })
 	}
 	return n, nil
 }
@@ -259,7 +260,8 @@ func (n *Net) take(ctx context.Context, id string, create bool) (*box, func(), e
 }
 
 // Attach gives id its network: the lease it has or a new one, a namespace, a link, and the way out. All of it is there
-// when Attach returns, or nothing but the lease it had before. An attached id stays as it is.
+// when Attach returns, or nothing but the lease it had before. An attached id stays as it is: between two runs of a
+// sandbox belongs a Detach, since the first may have changed its namespace (gVisor takes the addresses off eth0).
 func (n *Net) Attach(ctx context.Context, id string) (_ Attachment, err error) {
 	if err := shard.CheckRef("sandbox", id); err != nil {
 		return Attachment{}, err
@@ -453,6 +455,8 @@ func (n *Net) detach(id string, b *box, release bool) error {
 		if err := unmountNamespace(n.path(id)); err != nil {
 			return err
 		}
+		b.attached = false
+		b.gone = n.reaper.bury(corpse{slot: b.slot})
 	}
 	if release {
 		n.change(func() { n.leases.drop(id) })
@@ -460,14 +464,8 @@ func (n *Net) detach(id string, b *box, release bool) error {
 			n.change(func() { n.leases.assign(id, b.slot) })
 			return err
 		}
-	}
-	// A slot is free once it was torn down after its last use, even if that was long ago: the order of the reaper
-	// keeps this behind an earlier teardown of the same slot.
-	if b.attached || release {
-		b.gone = n.reaper.bury(corpse{slot: b.slot, free: release})
-	}
-	b.attached = false
-	if release {
+		// The slot is free once all that was buried before it is gone.
+		b.gone = n.reaper.bury(corpse{slot: b.slot, free: true})
 		b.slot = -1
 	}
 	return nil
@@ -547,7 +545,7 @@ func (n *Net) quiesce() bool {
 		<-b.turn
 	}
 	n.stop()
-	n.filler.Wait()
+	n.tasks.Wait()
 	n.reaper.close()
 	return true
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 
 	"github.com/google/nftables"
@@ -38,6 +39,7 @@ type table struct {
 	// takes transactions one by one anyway, so the lock is held over each.
 	mu   sync.Mutex
 	conn *nftables.Conn
+	held map[entry]bool // what bound holds; true: egress too. Enough to put the table up again
 }
 
 // The numbers by which a batch names its own sets.
@@ -48,7 +50,7 @@ const (
 )
 
 func newTable(tag, prefix string, block netip.Prefix) *table {
-	t := &table{name: "shard_" + tag, prefix: prefix, block: block}
+	t := &table{name: "shard_" + tag, prefix: prefix, block: block, held: map[entry]bool{}}
 	t.nft = &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
 	t.bound = &nftables.Set{Table: t.nft, ID: boundID, Name: "bound", Concatenation: true,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIPAddr)}
@@ -78,9 +80,14 @@ func ifname(s string) []byte {
 }
 
 // transact sends what describe adds as one transaction: all of it holds afterwards, or nothing.
-func (t *table) transact(describe func(c *nftables.Conn) error) (err error) {
+func (t *table) transact(describe func(c *nftables.Conn) error) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	return t.locked(describe)
+}
+
+// locked is transact for who holds mu.
+func (t *table) locked(describe func(c *nftables.Conn) error) (err error) {
 	if t.conn == nil {
 		// A transaction is one message, which the socket must hold.
 		const most = 8 << 20
@@ -115,18 +122,46 @@ func (t *table) close() {
 // replace puts up the whole table in one transaction, whatever stood there before. The entries keep the flows they
 // have; new ones wait for open.
 func (t *table) replace(entries []entry) error {
-	return t.transact(func(c *nftables.Conn) error {
-		c.AddTable(t.nft) // so that the deletion cannot fail
-		c.DelTable(t.nft)
-		c.AddTable(t.nft)
-		dropped := &nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr}
-		err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(dropped, intervals(private)))
-		t.chains(c, dropped)
-		for _, e := range entries {
-			err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()))
-		}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	clear(t.held)
+	for _, e := range entries {
+		t.held[e] = false
+	}
+	return t.locked(t.describe)
+}
+
+// restore puts the table up again if it vanished, as it does when an administrator reloads the host's firewall, and
+// says whether it had to.
+func (t *table) restore() (vanished bool, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	err = t.locked(func(c *nftables.Conn) error {
+		tables, err := c.ListTablesOfFamily(t.nft.Family)
+		vanished = err == nil && !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.name })
 		return err
 	})
+	if vanished {
+		err = t.locked(t.describe)
+	}
+	return vanished, err
+}
+
+// describe is the whole table with all that is held.
+func (t *table) describe(c *nftables.Conn) error {
+	c.AddTable(t.nft) // so that the deletion cannot fail
+	c.DelTable(t.nft)
+	c.AddTable(t.nft)
+	dropped := &nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr}
+	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(dropped, intervals(private)))
+	t.chains(c, dropped)
+	for e, opened := range t.held {
+		err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()))
+		if opened {
+			err = errors.Join(err, c.SetAddElements(t.egress, e.egressElement()))
+		}
+	}
+	return err
 }
 
 func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
@@ -186,28 +221,39 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
 
 // open lets packets of the entries pass as theirs, and lets them begin flows.
 func (t *table) open(entries ...entry) error {
-	return t.transact(func(c *nftables.Conn) (err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	err := t.locked(func(c *nftables.Conn) (err error) {
 		for _, e := range entries {
 			err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()), c.SetAddElements(t.egress, e.egressElement()))
 		}
 		return err
 	})
+	if err == nil {
+		for _, e := range entries {
+			t.held[e] = true
+		}
+	}
+	return err
 }
 
 // shut drops every packet of the entry from now on. Elements that are already gone are no error.
 func (t *table) shut(e entry) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.held, e)
 	unbind := func(c *nftables.Conn) error { return c.SetDeleteElements(t.bound, e.boundElement()) }
 	forbid := func(c *nftables.Conn) error {
 		return c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}})
 	}
-	err := t.transact(func(c *nftables.Conn) error { return errors.Join(unbind(c), forbid(c)) })
+	err := t.locked(func(c *nftables.Conn) error { return errors.Join(unbind(c), forbid(c)) })
 	if !errors.Is(err, unix.ENOENT) {
 		return err
 	}
 	// One missing element undoes the whole transaction, so each alone.
 	err = nil
 	for _, part := range []func(*nftables.Conn) error{unbind, forbid} {
-		if e := t.transact(part); !errors.Is(e, unix.ENOENT) {
+		if e := t.locked(part); !errors.Is(e, unix.ENOENT) {
 			err = errors.Join(err, e)
 		}
 	}

@@ -247,3 +247,46 @@ func TestClosedUntilOpened(t *testing.T) {
 	nothing("base table", false)
 	reopened()
 }
+
+// TestTableComesBack: a program that flushes the host's firewall opens the sandboxes for a moment only, and those that
+// were shut stay so.
+func TestTableComesBack(t *testing.T) {
+	w := newWorld(t)
+	n := open(t, Config{Tag: "back", Pool: -1})
+	a, shut := attach(t, n, "able-box"), attach(t, n, "shut-box")
+	if err := n.table.shut(n.entry(n.boxes["shut-box"].slot)); err != nil {
+		t.Fatal(err)
+	}
+	c := &nftables.Conn{}
+	c.FlushRuleset()
+	if err := c.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	deadline := time.Now().Add(patient)
+	for {
+		tables, err := c.ListTables()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(tables) == 1 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the table does not come back")
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
+		t.Error(err)
+	}
+	token := newToken()
+	for path, addr := range map[string]string{a.Netns: hostUplink, shut.Netns: worldUplink} {
+		if err := tcp(path, addr, token, soon); err == nil {
+			t.Errorf("%s was reached", addr)
+		}
+	}
+	w.fence()
+	if w.seen.has("host", token) || w.seen.has("world", token) {
+		t.Error("something arrived")
+	}
+}
