@@ -92,6 +92,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	if err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "provider %s could not start the sandbox", p.Name())
 	}
+	undo.push(func(context.Context) error { return inst.Close() })
 	session, err := connect(ctx, inst, rec)
 	if err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "the agent of the sandbox did not answer")
@@ -204,24 +205,31 @@ func (e *Engine) watch(sb *sandbox, l *live) {
 
 // letGo ends the watch of a sandbox whose machine runs on.
 func (sb *sandbox) letGo() {
-	sb.mu.Lock()
-	l, commands := sb.live, sb.commands
-	sb.live = nil
-	sb.mu.Unlock()
-	if l != nil {
-		l.expected.Store(true)
-		close(l.stop)
-		<-l.stopped
-		sb.mu.Lock()
-		session := l.session
-		sb.mu.Unlock()
-		if session != nil {
-			session.Close()
-		}
-	}
-	for _, c := range commands {
+	for _, c := range sb.unwatch() {
 		c.letGo()
 	}
+}
+
+// unwatch forgets the machine and its session, and returns the commands it forgets with them.
+func (sb *sandbox) unwatch() []*Command {
+	sb.mu.Lock()
+	l, commands := sb.live, sb.commands
+	sb.live, sb.commands = nil, nil
+	sb.mu.Unlock()
+	if l == nil {
+		return commands
+	}
+	l.expected.Store(true)
+	close(l.stop)
+	<-l.stopped
+	sb.mu.Lock()
+	session := l.session
+	sb.mu.Unlock()
+	if session != nil {
+		session.Close()
+	}
+	_ = l.inst.Close()
+	return commands
 }
 
 // session returns the session with the agent of a running sandbox; while there is none it waits for the watch to make one.
@@ -310,22 +318,7 @@ func ended(exit provider.Exit) func(*record) {
 
 // endLive forgets the machine, its session and its commands. why is what attached clients are told.
 func (e *Engine) endLive(sb *sandbox, why string) {
-	sb.mu.Lock()
-	l, commands := sb.live, sb.commands
-	sb.live, sb.commands = nil, nil
-	sb.mu.Unlock()
-	if l != nil {
-		l.expected.Store(true)
-		close(l.stop)
-		<-l.stopped
-		sb.mu.Lock()
-		session := l.session
-		sb.mu.Unlock()
-		if session != nil {
-			session.Close()
-		}
-	}
-	for _, c := range commands {
+	for _, c := range sb.unwatch() {
 		c.discard(shard.Errorf(shard.CodeSandboxNotRunning, "%s while the command ran", why))
 	}
 	_ = os.RemoveAll(filepath.Join(sb.dir, "execs"))

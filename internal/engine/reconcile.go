@@ -122,6 +122,7 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 	var exit provider.Exit
 	if inst != nil {
 		exit = inst.Exit()
+		_ = inst.Close()
 	}
 	err = e.teardown(ctx, sb)
 	return errors.Join(err, sb.update(func(r *record) {

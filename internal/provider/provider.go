@@ -88,6 +88,8 @@ type Instance interface {
 	Kill(ctx context.Context) error
 	// Stats reads the usage of the machine, its helpers on the host included.
 	Stats(ctx context.Context) (Stats, error)
+	// Close frees what this process holds of the machine and ends the watch of it. The machine runs on. Idempotent.
+	Close() error
 }
 
 // Exit says how a machine ended.
