@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -83,6 +84,34 @@ func life(t *testing.T, p provider.Provider, env *Env) {
 	}
 	if now := openDescriptors(t); len(now) > len(descriptors) {
 		t.Errorf("open descriptors before: %q\nafter: %q", descriptors, now)
+	}
+}
+
+// neighbours are started, used and removed at the same time; each has exactly its own.
+func neighbours(t *testing.T, p provider.Provider, env *Env) {
+	const boxes = 6
+	var specs []provider.Spec
+	for range boxes {
+		specs = append(specs, env.Spec(t, shard.Resources{VCPUs: 1, MemoryMiB: 256}))
+	}
+	var all sync.WaitGroup
+	for _, spec := range specs {
+		all.Go(func() {
+			t.Run("box", func(t *testing.T) {
+				b := start(t, p, spec)
+				own := guest.Strings{"PATH=/bin", "OWN=" + spec.ID}
+				r := b.run(guest.ExecSpec{Env: own, Argv: guest.Strings{"sh", "-c", "echo $OWN; hostname; echo $OWN > /own; cat /own"}}, nil)
+				if want := strings.Repeat(spec.ID+"\n", 3); r.out != want {
+					t.Errorf("got %q, want %q", r.out, want)
+				}
+			})
+		})
+	}
+	all.Wait()
+	for _, spec := range specs {
+		if traces := env.Traces(spec); len(traces) != 0 {
+			t.Errorf("left on the host: %q", traces)
+		}
 	}
 }
 

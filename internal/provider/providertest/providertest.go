@@ -67,6 +67,7 @@ func Run(t *testing.T, factory Factory) {
 		{"Files", files},
 		{"Life", life},
 		{"Refusals", refusals},
+		{"Neighbours", neighbours},
 		{"Recover", recovers},
 		{"Memory", memory},
 		{"Processes", processes},
