@@ -54,7 +54,7 @@ var house = map[string]room{
 	"internal/guest/agent": {ours: []string{"", "internal/guest", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/", "github.com/creack/pty"}},
 
 	"internal/hostfs":    {ours: []string{"", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/"}},
-	"internal/tarstream": {ours: []string{""}},
+	"internal/tarstream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 
 	"internal/testenv": {ours: []string{"", "client"}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/vishvananda/",
 		"github.com/google/nftables", "github.com/google/nftables/", "github.com/miekg/dns", "github.com/klauspost/compress/", "golang.org/x/"}},

@@ -75,7 +75,7 @@ func idOf(fd int) (nodeID, error) {
 	return nodeID{uint64(st.Dev), st.Ino}, err //nolint:unconvert // the width of Dev differs
 }
 
-var errMoved = errors.New("it was moved")
+var errSwapped = errors.New("it was moved")
 
 // goUp opens the directory above fd, which must be want.
 func goUp(fd int, want nodeID) (int, error) {
@@ -85,7 +85,7 @@ func goUp(fd int, want nodeID) (int, error) {
 	}
 	if id, err := idOf(up); err != nil || id != want {
 		closeAll(up)
-		return -1, errMoved
+		return -1, errSwapped
 	}
 	return up, nil
 }
@@ -132,7 +132,7 @@ func removeTree(dir int, name string, gone <-chan struct{}) error {
 		}
 		last := above[len(above)-1]
 		up, err := goUp(cur, last.id)
-		if err == errMoved {
+		if err == errSwapped {
 			return changed
 		}
 		if err != nil {

@@ -118,7 +118,7 @@ func entryError(name string, err error) error {
 	switch {
 	case err == errLeaves:
 		return tarstream.Refuse(name, "%s", err)
-	case err == errMoved:
+	case err == errSwapped:
 		return tarstream.Refuse(name, "was changed by someone else while the tar was unpacked: try again")
 	}
 	return fileError("the tar's entry "+shard.Quote(name), err)
@@ -211,7 +211,7 @@ func (x *extraction) hardlink(e *tarstream.Entry) error {
 	}
 	st, err := lstatat(dir, temp)
 	if err == nil && (st.Ino != ino || st.Mode&unix.S_IFMT != unix.S_IFREG) {
-		err = errMoved
+		err = errSwapped
 	}
 	err = x.place(e.Name, dir, temp, &nodeID{ino: ino}, err)
 	_ = unix.Unlinkat(dir, temp, 0) // a rename onto another name of the same file leaves both
@@ -296,7 +296,7 @@ func (x *extraction) finishDir(d madeDir) error {
 	}
 	defer unix.Close(fd)
 	if id, err := idOf(fd); err != nil || id != d.id {
-		return errMoved
+		return errSwapped
 	}
 	setXattrs(fd, d.entry.Xattrs)
 	if err := setTimes(fd, ".", d.entry.ModTime); err != nil {

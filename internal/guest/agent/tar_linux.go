@@ -117,7 +117,7 @@ func (a *archive) tree(name string) error {
 				return nil
 			}
 			up, err := goUp(cur, stack[len(stack)-1].id)
-			if err == errMoved {
+			if err == errSwapped {
 				return shard.Invalidf("%s was moved while it was read: try again", shard.Quote(l.name))
 			}
 			if err != nil {
