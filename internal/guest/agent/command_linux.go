@@ -317,6 +317,7 @@ func (c *command) feed() {
 			}
 		}
 		c.in.consumed(len(p))
+		recycle(p)
 	}
 }
 

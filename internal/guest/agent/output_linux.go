@@ -17,8 +17,7 @@ const (
 	drainQuiet = 200 * time.Millisecond
 	drainMost  = 2 * time.Second
 
-	smallSlab = 4 << 10
-	largeSlab = guest.MaxData
+	smallSlab = 4 << 10 // of a command that writes little; later ones have guest.MaxData
 	maxPieces = 8 << 10
 	largePipe = 256 << 10 // more would eat the kernel's budget of pipe pages, which all sandboxes share
 )
@@ -28,6 +27,26 @@ type piece struct {
 	offset  int64
 	channel byte
 	data    []byte
+	slab    *slab
+}
+
+// slab is memory that pieces lie in, one behind the other.
+type slab struct {
+	buf    []byte
+	used   int  // by the reader that fills it
+	pieces int  // that are still held; guarded by output.mu
+	full   bool // no more will come; guarded by output.mu
+}
+
+// payloads holds payloads of guest.MaxData bytes. Without it a transfer would keep the collector busy; it empties itself
+// when nothing moves.
+var payloads = sync.Pool{New: func() any { return new([guest.MaxData]byte) }}
+
+// recycle gives a buffer back that nobody looks at any more, if it is one from payloads.
+func recycle(b []byte) {
+	if cap(b) == guest.MaxData {
+		payloads.Put((*[guest.MaxData]byte)(b[:guest.MaxData]))
+	}
 }
 
 // output is what a command has written and the host does not hold yet, at most guest.Window bytes, in the order in
@@ -56,44 +75,43 @@ func (o *output) follow(f *os.File, channel byte) {
 		o.cond.Broadcast()
 		o.mu.Unlock()
 	}()
-	var slab []byte
-	size := smallSlab
+	mem := &slab{buf: make([]byte, smallSlab)}
+	defer func() { o.retire(mem) }()
 	must := -1 // after the end of the command: bytes that it surely wrote itself and that were not read yet
 	for {
-		if cap(slab)-len(slab) < size/8 {
-			slab = make([]byte, 0, size)
+		if len(mem.buf)-mem.used < len(mem.buf)/8 {
+			if len(mem.buf) == smallSlab {
+				grow(f)
+			}
+			o.retire(mem)
+			mem = &slab{buf: payloads.Get().(*[guest.MaxData]byte)[:]}
 		}
-		room, ended := o.reserve(cap(slab) - len(slab))
+		room, ended := o.reserve(len(mem.buf) - mem.used)
 		if !ended.IsZero() {
 			if must < 0 {
 				must = buffered(f)
 			}
 			if must == 0 && time.Since(ended) > drainMost {
-				o.append(channel, nil, room)
+				o.append(channel, mem, 0, room)
 				return
 			}
 			f.SetReadDeadline(time.Now().Add(drainQuiet))
 		}
-		free := slab[len(slab) : len(slab)+room]
+		free := mem.buf[mem.used : mem.used+room]
 		n, err := f.Read(free)
 		if os.IsTimeout(err) {
 			if ended.IsZero() {
-				o.append(channel, nil, room) // the command has just ended: read on under the rules above
+				o.append(channel, mem, 0, room) // the command has just ended: read on under the rules above
 				continue
 			}
 			n, err = readNow(f, free) // the deadline may have passed without a look
 		}
-		slab = slab[:len(slab)+max(n, 0)]
-		o.append(channel, free[:max(n, 0)], room)
+		o.append(channel, mem, max(n, 0), room)
 		if n <= 0 || err != nil {
 			return
 		}
 		if must > 0 {
 			must = max(must-n, 0)
-		}
-		if len(slab) == cap(slab) && size == smallSlab {
-			size = largeSlab
-			grow(f)
 		}
 	}
 }
@@ -140,27 +158,33 @@ func (o *output) reserve(n int) (room int, ended time.Time) {
 	}
 }
 
-// append adds p and gives the reserved room back.
-func (o *output) append(channel byte, p []byte, reserved int) {
+// append adds the n bytes behind what is used of mem, and gives the reserved room back.
+func (o *output) append(channel byte, mem *slab, n, reserved int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.reserved -= reserved
-	if len(p) > 0 {
-		if last := len(o.pieces) - 1; last >= 0 && continues(o.pieces[last], channel, p) {
-			d := o.pieces[last].data
-			o.pieces[last].data = d[:len(d)+len(p)]
+	if n > 0 {
+		last := len(o.pieces) - 1
+		if last >= 0 && o.pieces[last].slab == mem {
+			p := &o.pieces[last]
+			p.data = p.data[:len(p.data)+n]
 		} else {
-			o.pieces = append(o.pieces, piece{o.end, channel, p})
+			o.pieces = append(o.pieces, piece{o.end, channel, mem.buf[mem.used : mem.used+n], mem})
+			mem.pieces++
 		}
-		o.end += int64(len(p))
+		mem.used += n
+		o.end += int64(n)
 	}
 	o.cond.Broadcast()
 }
 
-// continues says whether p lies right behind last in the same slab.
-func continues(last piece, channel byte, p []byte) bool {
-	n := len(last.data)
-	return last.channel == channel && cap(last.data) >= n+len(p) && &last.data[:n+1][n] == &p[0]
+// retire says that mem gets no more pieces.
+func (o *output) retire(mem *slab) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if mem.full = true; mem.pieces == 0 {
+		recycle(mem.buf)
+	}
 }
 
 // ack drops n bytes that the host holds now.
@@ -186,6 +210,9 @@ func (o *output) drop(n int) {
 			break
 		}
 		n -= len(p.data)
+		if p.slab.pieces--; p.slab.pieces == 0 && p.slab.full {
+			recycle(p.slab.buf)
+		}
 		*p = piece{}
 		i++
 	}

@@ -42,7 +42,8 @@ type request struct {
 	isGone bool
 
 	headSent bool
-	rest     []byte // of the last chunk that Read did not hand out in whole
+	chunk    []byte // that Read hands out
+	rest     []byte // of it
 }
 
 // Args decodes the operation's arguments into v.
@@ -83,10 +84,13 @@ func (r *request) Read(p []byte) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		r.rest = chunk
+		r.chunk, r.rest = chunk, chunk
 	}
 	n := copy(p, r.rest)
-	r.rest = r.rest[n:]
+	if r.rest = r.rest[n:]; len(r.rest) == 0 {
+		recycle(r.chunk)
+		r.chunk = nil
+	}
 	r.in.consumed(n)
 	return n, nil
 }

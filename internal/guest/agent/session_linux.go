@@ -176,7 +176,7 @@ func (s *session) run() error {
 			return errProtocol
 		}
 		s.c.r.Discard(guest.HeaderSize)
-		payload := make([]byte, h.Size)
+		payload := newPayload(h)
 		if _, err := io.ReadFull(s.c.r, payload); err != nil {
 			return err
 		}
@@ -184,6 +184,14 @@ func (s *session) run() error {
 			return err
 		}
 	}
+}
+
+// newPayload is memory for a frame's payload. What is large and has come as Data is recycled by who consumes it.
+func newPayload(h guest.Header) []byte {
+	if h.Type == guest.TypeData && h.Size > guest.MaxData/4 {
+		return payloads.Get().(*[guest.MaxData]byte)[:h.Size]
+	}
+	return make([]byte, h.Size)
 }
 
 // take handles one frame.

@@ -1,11 +1,25 @@
 package agent_test
 
 import (
+	"bytes"
+	"os"
 	"os/exec"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/useshards/shard/internal/guest"
 )
+
+// reportCPU reports the agent's own processor time per round, which a busy machine does not stretch.
+func reportCPU(b *testing.B, x *box) {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(x.pid) + "/stat")
+	x.must(err)
+	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	user, _ := strconv.Atoi(fields[11])
+	system, _ := strconv.Atoi(fields[12])
+	b.ReportMetric(float64(user+system)*10/float64(b.N), "agent-cpu-ms/op")
+}
 
 // BenchmarkFloor is fork, exec and wait of the same program by this process: what no agent can beat.
 func BenchmarkFloor(b *testing.B) {
@@ -72,6 +86,7 @@ func BenchmarkOutput(b *testing.B) {
 			b.Fatal(exit, k.n)
 		}
 	}
+	reportCPU(b, x)
 }
 
 // BenchmarkInput moves 256 MiB into a command per round.
@@ -90,4 +105,5 @@ func BenchmarkInput(b *testing.B) {
 		x.must(c.CloseStdin())
 		x.end(k)
 	}
+	reportCPU(b, x)
 }
