@@ -17,8 +17,9 @@
 //	blobs/<digest hex>[.part]       downloads: finished ones wait to be unpacked, parts to be continued
 //	tmp/                            work of this daemon; emptied when the next one opens the store
 //
-// Records are written by temp + fsync + rename + fsync of the directory; a layer is synced before it gets its name. So
-// whatever has a final name is whole, and a killed daemon leaves only tmp and resumable blobs behind.
+// Records are written by temp + fsync + rename + fsync of the directory; a layer gets its name by one rename. So whatever
+// has a final name is whole, and a killed daemon leaves only tmp and resumable blobs behind. A host that goes down before
+// a layer is on disk is noticed by the layer's record (settle.go).
 package image
 
 import (
@@ -41,6 +42,8 @@ type Options struct {
 	Keychain authn.Keychain
 	// Log takes what no client may see; nil discards it.
 	Log *slog.Logger
+
+	syncfs func(fd int) error // nil is the system call
 }
 
 // Image is an image that is wholly on the host.

@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -241,28 +240,16 @@ func (f *freshLayer) commit(lower []string) error {
 	if err := f.u.finish(lower); err != nil {
 		return layerError(f.src, err)
 	}
-	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Bytes: f.b.disk, Opaque: isOpaque(f.u.root)}
-	data, err := json.Marshal(rec)
-	if err != nil {
-		return err
-	}
-	record := filepath.Join(f.tmp, "record")
-	if err := os.WriteFile(record, data, 0o600); err != nil {
-		return layerError(f.src, err)
-	}
-	// One sync for all the files, the record too; fsync of each would cost a commit of the journal each.
-	if err := unix.Syncfs(f.u.root); err != nil {
-		return layerError(f.src, err)
-	}
-	// The record goes first: a directory under its final name is then always whole, whatever happens to the record.
+	rec := layerRecord{Version: recordVersion, Chain: f.src.chain, DiffID: f.src.diffID, Boot: s.boot, Bytes: f.b.disk, Opaque: isOpaque(f.u.root)}
+	// The record goes first, and to disk: a directory under its final name can then always be told to be whole or not.
 	dir := s.path("layers", shortName(f.src.chain))
-	if err := os.Rename(record, dir+recordExt); err != nil {
-		return err
+	if err := s.writeRecord(dir+recordExt, rec); err != nil {
+		return layerError(f.src, err)
 	}
 	if err := os.Rename(filepath.Join(f.tmp, "fs"), dir); err != nil && !errors.Is(err, unix.ENOTEMPTY) && !errors.Is(err, unix.EEXIST) {
 		return err
 	}
-	return syncDir(s.path("layers"))
+	return nil
 }
 
 // discard removes what is left under tmp, after commit or without it.

@@ -318,6 +318,7 @@ func (s *Store) publishImage(f *flight, ref refRecord, cfg *v1.ConfigFile, sourc
 	if err != nil {
 		return nil, fmt.Errorf("read the image that was just written: %w", err)
 	}
+	s.settle()
 	f.publish(shard.Progress{Status: "pulled", Reference: ref.Reference, Digest: ref.Digest})
 	return img, nil
 }

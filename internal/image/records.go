@@ -48,6 +48,8 @@ type layerRecord struct {
 	DiffID  string `json:"diff_id"`
 	// Bytes is what the layer takes on the host.
 	Bytes int64 `json:"bytes"`
+	// Boot is the boot of the host that has not yet written the layer to disk, see settle.go; empty once it has.
+	Boot string `json:"boot,omitempty"`
 	// Opaque says that the layer's root hides all layers below, which overlayfs does not honour at a root.
 	Opaque bool `json:"opaque,omitempty"`
 }

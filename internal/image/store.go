@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
+	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard"
 )
@@ -25,6 +26,10 @@ type Store struct {
 	limits limits
 	guard  *guard
 	locks  keyed
+	// boot names this boot of the host.
+	boot string
+	// background is what Close waits for.
+	background sync.WaitGroup
 
 	// records serialises changes of records and the sweeping of layers. It is taken before mu, and held over small
 	// writes only: never over a download, an unpacking or the deletion of a tree.
@@ -36,6 +41,8 @@ type Store struct {
 	held, blobUsers map[string]int
 	// pinned counts by short name the layers of pulls under way.
 	pinned map[string]int
+	// The state of the background sync: one runs, another round is wanted, none may begin.
+	settling, settleAgain, closed bool
 }
 
 // Open opens the store in dir, making it if needed, and clears away what a killed daemon left, except downloads that
@@ -45,6 +52,9 @@ func Open(dir string, o Options) (*Store, error) {
 		o.Timeout = 30 * time.Minute
 	}
 	o.Arch = hostArch(o.Arch)
+	if o.syncfs == nil {
+		o.syncfs = unix.Syncfs
+	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -57,7 +67,7 @@ func Open(dir string, o Options) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{dir: dir, o: o, limits: defaultLimits, guard: newGuard(o), flights: map[string]*flight{}, held: map[string]int{},
-		blobUsers: map[string]int{}, pinned: map[string]int{}}
+		blobUsers: map[string]int{}, pinned: map[string]int{}, boot: bootID()}
 	if err := os.RemoveAll(s.path("tmp")); err != nil {
 		return nil, fmt.Errorf("clear temporary files of images: %w", err)
 	}
@@ -66,8 +76,12 @@ func Open(dir string, o Options) (*Store, error) {
 			return nil, fmt.Errorf("make the image store: %w", err)
 		}
 	}
+	if err := s.dropUnsettled(); err != nil {
+		return nil, fmt.Errorf("drop layers that never got to disk: %w", err)
+	}
 	s.sweepBlobs()
 	s.freeLayers()
+	s.settle()
 	return s, nil
 }
 

@@ -160,6 +160,46 @@ func TestDamage(t *testing.T) {
 	}
 }
 
+// A layer that the host did not get to disk before it went down is not trusted.
+func TestUnsettled(t *testing.T) {
+	s, _, a, b, c := threeImages(t)
+	s.Close() // waits for what is under way
+	for _, img := range []*Image{a, b, c} {
+		r, err := s.readLayer(filepath.Base(img.Layers[0]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch img {
+		case a: // this boot
+			r.Boot = s.boot
+		case b: // another
+			r.Boot = "11111111-2222-3333-4444-555555555555"
+		case c:
+			r.Boot = ""
+		}
+		if err := s.writeRecord(img.Layers[0]+recordExt, r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s = openStore(t, s.dir, s.o)
+	for _, img := range []*Image{a, c} {
+		if _, err := s.Get(img.Reference); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := s.Get(b.Reference); shard.CodeOf(err) != shard.CodeNotFound {
+		t.Errorf("an unsettled layer of another boot is used: %v", err)
+	}
+	if _, err := os.Stat(b.Layers[0]); !os.IsNotExist(err) {
+		t.Errorf("it is still there: %v", err)
+	}
+	pull(t, s, b.Reference)
+	s.background.Wait()
+	if got := s.unsettled(); len(got) > 0 {
+		t.Errorf("not settled: %v", got)
+	}
+}
+
 func layoutTar(t testing.TB, im *testImage, annotations map[string]string) []byte {
 	index := must(json.Marshal(map[string]any{"schemaVersion": 2, "manifests": []any{map[string]any{
 		"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": im.digest, "size": len(im.manifest), "annotations": annotations}}}))
