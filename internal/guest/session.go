@@ -176,9 +176,6 @@ func (s *Session) read() {
 func (s *Session) take(f frame) error {
 	s.mu.Lock()
 	st := s.streams[f.Stream]
-	if st != nil && f.Type == TypeDone {
-		delete(s.streams, f.Stream)
-	}
 	s.mu.Unlock()
 	if st == nil {
 		return violation("a frame of type %d for stream %d, which is not open", f.Type, f.Stream)
@@ -199,7 +196,12 @@ func (s *Session) take(f frame) error {
 		if err := json.Unmarshal(f.payload, &done); err != nil {
 			return violation("a done that is not JSON")
 		}
-		return st.takeDone(done)
+		if err := st.takeDone(done); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.streams, f.Stream)
 	}
 	return nil // EOF says nothing that Done will not
 }
