@@ -169,12 +169,14 @@ func TestEveryCommandHasHelp(t *testing.T) {
 		if got.code != 0 || got.errs != "" || !strings.Contains(got.out, "Example:\n  ") || !strings.Contains(got.out, "Usage:\n  shard") {
 			t.Errorf("%s: %+v", c, got)
 		}
-		fmt.Fprintf(&all, "=== %s\n%s\n", c, got.out)
+		if c != ".help" && c != "image" { // those grow with every new command
+			fmt.Fprintf(&all, "=== %s\n%s\n", c, got.out)
+		}
+		if strings.Contains(got.out, "\n  ls ") || strings.Contains(got.out, "Aliases") {
+			t.Errorf("the help of %s shows an alias", c)
+		}
 	}
 	golden(t, "help.golden", all.String())
-	if strings.Contains(all.String(), "\n  ls ") || strings.Contains(all.String(), "Aliases") {
-		t.Error("help shows an alias")
-	}
 }
 
 func TestCreate(t *testing.T) {

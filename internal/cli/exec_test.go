@@ -7,13 +7,14 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"reflect"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/creack/pty"
-	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 
 	"github.com/useshards/shard"
 )
@@ -177,7 +178,7 @@ func TestExecReaderGoesAway(t *testing.T) {
 	}
 }
 
-// onTerminal starts the command line on a new terminal of the given size.
+// onTerminal starts the command line on a new terminal of the given size, and returns the terminal's other end.
 func onTerminal(t *testing.T, d *daemon, rows, cols uint16, args ...string) (*exec.Cmd, *os.File) {
 	t.Helper()
 	cmd := command(t, d, args...)
@@ -187,6 +188,33 @@ func onTerminal(t *testing.T, d *daemon, rows, cols uint16, args ...string) (*ex
 	}
 	t.Cleanup(func() { tty.Close() })
 	return cmd, tty
+}
+
+// freshTerminal is the state of a terminal that nobody has touched.
+func freshTerminal(t *testing.T) *term.State {
+	t.Helper()
+	ctrl, tty, err := pty.Open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ctrl.Close()
+	defer tty.Close()
+	state, err := term.GetState(int(ctrl.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return state
+}
+
+func checkSane(t *testing.T, tty *os.File) {
+	t.Helper()
+	after, err := term.GetState(int(tty.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if before := freshTerminal(t); !reflect.DeepEqual(before, after) {
+		t.Errorf("the terminal was left as %+v, it was %+v", after, before)
+	}
 }
 
 // expect reads until the text has come.
@@ -207,10 +235,6 @@ func expect(t *testing.T, r io.Reader, text string) string {
 func TestExecTerminal(t *testing.T) {
 	d := start(t)
 	cmd, tty := onTerminal(t, d, 40, 120, "exec", "-it", "box", "sh")
-	before, err := unix.IoctlGetTermios(int(tty.Fd()), unix.TCGETS)
-	if err != nil {
-		t.Fatal(err)
-	}
 	write := func(s string) {
 		t.Helper()
 		if _, err := io.WriteString(tty, s); err != nil {
@@ -248,19 +272,7 @@ func TestExecTerminal(t *testing.T) {
 	if code := cmd.ProcessState.ExitCode(); code != 9 {
 		t.Errorf("exit code %d", code)
 	}
-	checkSane(t, tty, before)
-}
-
-func checkSane(t *testing.T, tty *os.File, before *unix.Termios) {
-	t.Helper()
-	after, err := unix.IoctlGetTermios(int(tty.Fd()), unix.TCGETS)
-	if err != nil {
-		t.Fatal(err)
-	}
-	const sane = unix.ECHO | unix.ICANON | unix.ISIG
-	if after.Lflag&sane != sane || after.Lflag != before.Lflag && before.Lflag&sane == sane {
-		t.Errorf("the terminal was left with flags %#x", after.Lflag)
-	}
+	checkSane(t, tty)
 }
 
 func TestTerminalIsRestoredAfterASignal(t *testing.T) {
@@ -275,7 +287,7 @@ func TestTerminalIsRestoredAfterASignal(t *testing.T) {
 	if code := cmd.ProcessState.ExitCode(); code != 130 {
 		t.Errorf("exit code %d", code)
 	}
-	checkSane(t, tty, &unix.Termios{})
+	checkSane(t, tty)
 }
 
 func TestShell(t *testing.T) {

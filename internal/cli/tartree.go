@@ -26,7 +26,10 @@ func tarTree(root string) *treeReader {
 	pr, pw := io.Pipe()
 	t := &treeReader{pipe: pr, packed: make(chan error, 1)}
 	go func() {
-		err := writeTree(pw, root)
+		real, err := filepath.EvalSymlinks(root) // the walk would not enter a link
+		if err == nil {
+			err = writeTree(pw, real)
+		}
 		pw.CloseWithError(err)
 		t.packed <- err
 	}()
@@ -64,11 +67,6 @@ func writeTree(w io.Writer, root string) error {
 		info, err := os.Lstat(path)
 		if err != nil {
 			return err
-		}
-		if name == "." {
-			if info, err = os.Stat(path); err != nil { // the root itself may be a link
-				return err
-			}
 		}
 		return writeEntry(tw, path, filepath.ToSlash(name), info, first, buf)
 	})
