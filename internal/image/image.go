@@ -9,6 +9,14 @@
 // host as name@digest until it is removed or pruned. A reference with a digest can only ever mean those bytes.
 // Image.Digest is the digest of the manifest of the host's platform, also when the reference names an index.
 //
+// # What is taken from a layer
+//
+// Files, directories, links and FIFOs with their owners, modes (setuid too), times, names of any bytes, and the extended
+// attributes user.*, security.capability and POSIX ACLs. Device nodes are left out: a sandbox gets its devices from its
+// provider. Other attributes are those of the host that built the image, or would speak to overlayfs in our name.
+// A layer that unpacks to more than 1 GiB + 200 × its compressed size is refused, and so is what would use up the
+// reserve of the host's disk.
+//
 // # What is on disk
 //
 //	refs/<escaped reference>.json   reference → digest

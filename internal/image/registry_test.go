@@ -5,6 +5,8 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"io"
+	"log"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -132,7 +134,9 @@ func TestRegistryFailures(t *testing.T) {
 	_, err = s.Pull(context.Background(), "nosuch.invalid/a", nil)
 	wantCode(t, err, shard.CodeInternal, "could not reach registry nosuch.invalid", "host name")
 
-	secure := httptest.NewTLSServer(plain)
+	secure := httptest.NewUnstartedServer(plain)
+	secure.Config.ErrorLog = log.New(io.Discard, "", 0)
+	secure.StartTLS()
 	defer secure.Close()
 	host := strings.TrimPrefix(secure.URL, "https://")
 	_, err = s.Pull(context.Background(), host+"/a:1", nil)
