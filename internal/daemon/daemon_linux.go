@@ -133,6 +133,7 @@ func open(ctx context.Context, o Options) (_ *parts, err error) {
 	if err != nil {
 		return nil, err
 	}
+	p.closers = append(p.closers, func() error { p.images.Close(); return nil })
 	roots, err := rootfs.Open(o.Root, rootfs.Options{Log: o.Log})
 	if err != nil {
 		return nil, err
