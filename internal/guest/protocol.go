@@ -10,9 +10,12 @@
 //	host → agent   magic "shardA1\n" | token [32] | epoch [16]
 //	agent → host   magic "shardG1\n" | epoch [16]
 //
-// Each side drops bytes until the magic it waits for (the host: until magic and its own epoch). The first hello that
-// the agent ever sees, on the channel that PID 1 was born with, sets the token; a later one with another token is
-// refused by closing the channel. A new session replaces the one before; commands run on.
+// Each side drops bytes until the magic it waits for (the host: until magic and its own epoch). PID 1 is born with the
+// channel as its stdin: a connected socket, or a listening one whose connections are channels. More channels come from
+// the program's second mode, "shard-init attach". The first hello that the agent ever sees on what it was born with sets
+// the token; one with another token is refused by closing the channel. A new session replaces the one before; commands
+// run on. A connected socket that PID 1 was born with is never closed, only listened to for the next hello: a runtime
+// that restores a checkpoint may have put another in its place.
 //
 // # Frames
 //
@@ -38,6 +41,9 @@
 // after a new session OpResume with the count of bytes the host holds continues exactly there. While Window bytes are
 // unacknowledged the agent does not read the program's pipes, and the program waits as on any full pipe. When a
 // command has ended, the agent keeps its exit until OpForget.
+//
+// Done of an exec comes after all that the command itself wrote. Processes that it left behind with its pipes are heard
+// until they are silent for 200 ms, for 2 s at most.
 package guest
 
 import (
@@ -101,6 +107,8 @@ const (
 	OpResize = "resize" // ResizeArgs → –
 	OpForget = "forget" // ForgetArgs → –       the host has the exit durably
 	OpStop   = "stop"   // StopArgs → –         TERM to all, wait, KILL, sync; answers when only PID 1 is left
+
+	OpQuiesce = "quiesce" // – → QuiesceHead    before a checkpoint: the agent holds no channel but its first
 
 	OpPut    = "put"    // PutArgs → –           then Data host→guest until EOF, then Done
 	OpGet    = "get"    // PathArgs → shard.FileEntry, then Data guest→host until Done
@@ -307,6 +315,12 @@ type ForgetArgs struct {
 // StopArgs ends everything but PID 1. GraceMillis is the time between TERM and KILL.
 type StopArgs struct {
 	GraceMillis int64 `json:"grace_ms"`
+}
+
+// QuiesceHead answers quiesce. Closes says that this channel is not the one that PID 1 was born with: the agent closes
+// it behind the Done.
+type QuiesceHead struct {
+	Closes bool `json:"closes,omitempty"`
 }
 
 // PathArgs names one absolute path.

@@ -133,6 +133,38 @@ func (s *Session) Call(ctx context.Context, op string, args, head any) error {
 	return st.finish()
 }
 
+// Quiesce prepares the guest for a checkpoint. When it returns nil the agent has read all that was sent and holds no
+// channel but the one that PID 1 was born with; the session sends nothing any more and is only good for Close.
+func (s *Session) Quiesce(ctx context.Context) error {
+	if err := s.lock(ctx); err != nil { // and kept: half a frame in the agent's hands would spoil the next hello
+		return err
+	}
+	payload, err := json.Marshal(Open{Op: OpQuiesce})
+	st := s.newStream(nil)
+	if err == nil {
+		err = s.enter(st, payload)
+	}
+	var head QuiesceHead
+	if err == nil {
+		err = st.await(ctx, &head)
+	}
+	if err == nil {
+		err = st.finish()
+	}
+	if err != nil {
+		s.unlock()
+		return err
+	}
+	if head.Closes {
+		select {
+		case <-s.done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
 // end ends the session once.
 func (s *Session) end(err error) {
 	s.mu.Lock()
@@ -227,6 +259,12 @@ func (s *Session) open(ctx context.Context, st *Stream, op string, args any) err
 		return err
 	}
 	defer s.unlock()
+	return s.enter(st, payload)
+}
+
+// enter gives st its id and sends its Open. The caller holds the lock.
+func (s *Session) enter(st *Stream, payload []byte) error {
+	var err error
 	s.mu.Lock()
 	switch {
 	case s.err != nil:

@@ -61,6 +61,11 @@ func (st *Stream) start(ctx context.Context, op string, args, head any) error {
 	if err := st.s.open(ctx, st, op, args); err != nil {
 		return err
 	}
+	return st.await(ctx, head)
+}
+
+// await waits for the head.
+func (st *Stream) await(ctx context.Context, head any) error {
 	st.stop = context.AfterFunc(ctx, func() { st.giveUp(ctx.Err()) })
 	<-st.headed
 	st.mu.Lock()

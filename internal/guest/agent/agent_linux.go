@@ -2,12 +2,12 @@ package agent
 
 import (
 	"crypto/subtle"
-	"io"
 	"os"
 	"runtime"
 	"runtime/debug"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -36,6 +36,8 @@ type agent struct {
 	session  *session
 	commands map[string]*command // nil while it is being started
 	stopping bool
+
+	quiet atomic.Bool // a checkpoint is near: a new channel may take the place of the first at any moment
 
 	install sync.Mutex // held while a session takes the place of another; comes before mu
 }
@@ -88,7 +90,7 @@ func run() error {
 		guest.OpUser: plain(user),
 		guest.OpExec: a.exec, guest.OpResume: a.resume, guest.OpExecs: plain(a.execs),
 		guest.OpSignal: plain(a.signal), guest.OpResize: plain(a.resize), guest.OpForget: plain(a.forget),
-		guest.OpStop: plain(a.stop),
+		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce),
 	}
 	go a.reaper.run()
 
@@ -200,7 +202,11 @@ func (a *agent) serveBirth(c *conn) {
 		case err == nil:
 			continue
 		}
-		if err == io.EOF || err != errHello && err != errProtocol {
+		switch {
+		case err == errHello || err == errProtocol:
+		case a.quiet.Load():
+			time.Sleep(5 * time.Millisecond)
+		default:
 			time.Sleep(200 * time.Millisecond)
 		}
 	}
@@ -219,6 +225,7 @@ func (a *agent) trust(token [guest.TokenSize]byte, birth bool) bool {
 // serve runs a session on c in place of the one before.
 func (a *agent) serve(c *conn, epoch [guest.EpochSize]byte) error {
 	s := newSession(a, c)
+	a.quiet.Store(false)
 	a.replace(s)
 	err := c.begin(s, epoch)
 	if err == nil {
@@ -246,6 +253,16 @@ func (a *agent) replace(s *session) {
 // plain makes an operation of a handler that has no exit.
 func plain(h handler) func(*request) (guest.Done, error) {
 	return func(r *request) (guest.Done, error) { return guest.Done{}, h(r) }
+}
+
+// quiesce leaves PID 1 with no channel but its first: a checkpoint cannot hold one that came later.
+func (a *agent) quiesce(r *request) error {
+	c := r.s.c
+	a.quiet.Store(true)
+	if !c.birth {
+		r.after = func() { c.f.SetReadDeadline(time.Unix(1, 0)) } // its goroutine closes it
+	}
+	return r.Head(guest.QuiesceHead{Closes: !c.birth})
 }
 
 func user(r *request) error {

@@ -41,6 +41,7 @@ type request struct {
 	credit int     // otherwise, bytes that may be sent
 	isGone bool
 
+	after    func() // called when Done was sent
 	headSent bool
 	chunk    []byte // that Read hands out
 	rest     []byte // of it
@@ -140,6 +141,9 @@ func (r *request) finish(done guest.Done, err error) {
 	r.s.forget(r.id)
 	_ = r.s.writeJSON(r.id, guest.TypeDone, done)
 	r.end()
+	if r.after != nil {
+		r.after()
+	}
 }
 
 // addCredit is the host's Credit. An error means that the host broke the protocol.

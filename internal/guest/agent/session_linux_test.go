@@ -181,6 +181,49 @@ func TestSameChannel(t *testing.T) {
 	}
 }
 
+// After Quiesce PID 1 holds no channel but its first, and a command goes on when the first is used again.
+func TestQuiesce(t *testing.T) {
+	b := newBox(t, false)
+	first := staying{b.dial()}
+	s, err := guest.Connect(b.ctx(), first, b.token)
+	b.must(err)
+	c, k := b.start(s, guest.ExecSpec{Argv: guest.Strings{"helper", "burst", "5000000", "0", "0"}})
+	for ctx := b.ctx(); k.len() == 0 && ctx.Err() == nil; {
+		time.Sleep(time.Millisecond)
+	}
+	before := b.descriptors()
+	got := ""
+	for _, attached := range []bool{false, true, false} {
+		if attached {
+			b.must(s.Close())
+			<-k.done
+			got += k.text()
+			s = b.connect()
+			k = newSink()
+			c, err = s.Resume(b.ctx(), c.ID, int64(len(got)), k)
+			b.must(err)
+			k.started(c)
+		}
+		b.must(s.Quiesce(b.ctx()))
+		if n := b.descriptors(); n > before {
+			t.Errorf("attached %v: %d descriptors, %d before", attached, n, before)
+		}
+		b.must(s.Close())
+		<-k.done
+		got += k.text()
+		b.must(first.SetDeadline(time.Time{}))
+		s, err = guest.Connect(b.ctx(), first, b.token)
+		b.must(err)
+		k = newSink()
+		c, err = s.Resume(b.ctx(), c.ID, int64(len(got)), k)
+		b.must(err)
+		k.started(c)
+	}
+	if b.end(k); got+k.text() != string(burst(5000000, 0)) {
+		t.Error("the output is not what was written")
+	}
+}
+
 // What anyone in the sandbox can do to the attach socket ends nothing.
 func TestHostileAttach(t *testing.T) {
 	b := newBox(t, false)
