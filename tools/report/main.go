@@ -32,6 +32,7 @@ type outcome struct {
 	elapsed   time.Duration
 	output    []string
 	parent    bool // it has subtests, which are counted instead
+	ran       bool // false for what only a name with a slash suggests
 }
 
 func main() {
@@ -66,8 +67,11 @@ func report(r io.Reader, w io.Writer) error {
 			pkg, _, _ = strings.Cut(e.ImportPath, " ")
 		}
 		o := get(pkg, e.Test)
-		if i := strings.LastIndexByte(e.Test, '/'); i >= 0 {
-			get(pkg, e.Test[:i]).parent = true
+		o.ran = true
+		for i, c := range e.Test {
+			if c == '/' {
+				get(pkg, e.Test[:i]).parent = true
+			}
 		}
 		switch e.Action {
 		case "output", "build-output":
@@ -86,7 +90,9 @@ func report(r io.Reader, w io.Writer) error {
 func tell(w io.Writer, tests map[string]*outcome) error {
 	all := make([]*outcome, 0, len(tests))
 	for _, o := range tests {
-		all = append(all, o)
+		if o.ran {
+			all = append(all, o)
+		}
 	}
 	slices.SortFunc(all, func(a, b *outcome) int { return strings.Compare(a.pkg+"\x00"+a.test, b.pkg+"\x00"+b.test) })
 	var passed, failed, skipped int

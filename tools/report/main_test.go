@@ -29,6 +29,12 @@ func TestReport(t *testing.T) {
 			`{"ImportPath":"p [p.test]","Action":"build-fail"}`,
 			`{"Action":"fail","Package":"p"}`,
 		}, last: "0 passed, 1 failed, 0 skipped", has: []string{"syntax error"}, fail: true},
+		"a name with a slash": {in: []string{
+			`{"Action":"run","Package":"p","Test":"A/b/c"}`,
+			`{"Action":"pass","Package":"p","Test":"A/b/c"}`,
+			`{"Action":"pass","Package":"p","Test":"A"}`,
+			`{"Action":"pass","Package":"p"}`,
+		}, last: "1 passed, 0 failed, 0 skipped"},
 		"a crash": {in: []string{
 			`{"Action":"run","Package":"p","Test":"A"}`,
 			`{"Action":"fail","Package":"p"}`,

@@ -5,8 +5,6 @@
 package main
 
 import (
-	"os"
-
 	"gvisor.dev/gvisor/runsc/cli"
 	"gvisor.dev/gvisor/runsc/cmd"
 	"gvisor.dev/gvisor/runsc/cmd/sentry/sentrycmd"
@@ -35,5 +33,4 @@ func main() {
 		new(cmd.Gofer):        inner,
 		new(sentrycmd.Umount): inner,
 	}, nil)
-	os.Exit(0)
 }

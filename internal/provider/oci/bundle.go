@@ -52,6 +52,7 @@ func bundle(f flavour, s provider.Spec, agent, cgroupsPath string) (*specs.Spec,
 		Process: &specs.Process{
 			Args: []string{agentPath},
 			Cwd:  "/",
+			User: specs.User{Umask: new(uint32(0o022))}, // not the daemon's
 			Env:  []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
 			Capabilities: &specs.LinuxCapabilities{
 				Bounding: capabilities, Effective: capabilities, Permitted: capabilities,

@@ -29,8 +29,6 @@ const (
 // flavour is what differs between the runtimes.
 type flavour struct {
 	name string
-	// inGroup: the runtime is started inside the machine's control group, because it does not join it.
-	inGroup bool
 	// flags are the runtime's global flags.
 	flags func(provider.Spec) []string
 	// adjust completes the bundle.
@@ -61,7 +59,6 @@ var flavours = map[string]flavour{
 	},
 	GVisor: {
 		name:    GVisor,
-		inGroup: true,
 		flags:   gvisorFlags,
 		adjust:  adjustGVisor,
 		limits:  gvisorLimits,
@@ -156,6 +153,8 @@ func pair(i *Instance) (*os.File, error) {
 
 // attach starts the agent's program a second time, in the machine, to hand a fresh socket to PID 1.
 func attach(ctx context.Context, i *Instance) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
 	host, guest, err := socketpair()
 	if err != nil {
 		return nil, err

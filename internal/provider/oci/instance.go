@@ -29,7 +29,7 @@ type handle struct {
 	Helpers  []process `json:"helpers,omitempty"`
 }
 
-// Instance is one machine. It implements provider.Instance and io.Closer.
+// Instance is one machine. It implements provider.Instance.
 type Instance struct {
 	p      *OCI
 	spec   provider.Spec
@@ -104,7 +104,7 @@ func (i *Instance) Stats(context.Context) (provider.Stats, error) {
 	return provider.Stats{MemoryBytes: s.MemoryBytes, CPUNanos: s.CPUNanos, PIDs: s.PIDs}, err
 }
 
-// Close gives up the watch and what this process holds of the machine, which runs on. Done stays as it is.
+// Close implements provider.Instance. Done stays as it is.
 func (i *Instance) Close() error {
 	i.closing.Do(func() {
 		var errs []error
@@ -125,6 +125,8 @@ func (i *Instance) Close() error {
 
 // start boots the machine in its new control group. The caller undoes.
 func (i *Instance) start(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
 	p, spec := i.p, i.spec
 	oci, err := bundle(p.flavour, spec, p.opt.Init, i.group.OCIPath())
 	if err != nil {
@@ -152,11 +154,8 @@ func (i *Instance) start(ctx context.Context) error {
 	// PID 1 inherits these. Its output goes nowhere: a pipe would tie it to this process, and a guest can write to a file
 	// without end.
 	cmd.Stdin = stdin
-	launch := cmd.Start
-	if p.flavour.inGroup {
-		launch = func() error { return i.group.Start(cmd) }
-	}
-	if err := launch(); err != nil {
+	// Inside the group from its first instruction: so Destroy also ends a start that a killed daemon left half done.
+	if err := i.group.Start(cmd); err != nil {
 		return fmt.Errorf("run the runtime: %w", err)
 	}
 	if err := cmd.Wait(); err != nil {
@@ -266,7 +265,7 @@ func (i *Instance) end(reason string) {
 	if !i.ending.CompareAndSwap(nil, &reason) {
 		return
 	}
-	i.p.opt.Log.Warn("a machine is being ended", "sandbox", i.spec.ID, "reason", reason)
+	i.p.opt.Log.Info("a machine is being ended", "sandbox", i.spec.ID, "reason", reason)
 	ctx, cancel := context.WithTimeout(context.Background(), cleanup)
 	defer cancel()
 	if err := i.group.Kill(ctx); err != nil && !errors.Is(err, os.ErrNotExist) {

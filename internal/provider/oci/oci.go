@@ -39,6 +39,10 @@ const (
 	runtimeID = "box"
 	// cleanup bounds what has to be done whatever became of the request.
 	cleanup = 60 * time.Second
+	// patience bounds the run of a runtime program: to start a machine, or to reach the agent in one.
+	patience = 60 * time.Second
+	// socketPathMax is the size of a unix socket's address, its final NUL included.
+	socketPathMax = 108
 	// logTail is how much of a runtime's complaint is kept, in bytes.
 	logTail = 2 << 10
 )
@@ -188,6 +192,9 @@ func (p *OCI) check(spec provider.Spec) error {
 		return fmt.Errorf("the provider %s is not available on this host", p.flavour.name)
 	case !idPattern.MatchString(spec.ID):
 		return fmt.Errorf("%q is not the id of a machine", spec.ID)
+	case len(p.stateDir(spec))+len("/runsc-"+runtimeID+".sock") >= socketPathMax:
+		// gVisor would put its control socket elsewhere, where Destroy does not look.
+		return fmt.Errorf("the directory %s is too long a path for a socket", p.stateDir(spec))
 	case !filepath.IsAbs(spec.Root) || !filepath.IsAbs(spec.Dir):
 		return errors.New("the machine's root and directory must be absolute paths")
 	}

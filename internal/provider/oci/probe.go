@@ -137,7 +137,7 @@ func (p *OCI) trial(ctx context.Context) (err error) {
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanup)
 		defer cancel()
-		err = errors.Join(err, started.Kill(ctx), started.(*Instance).Close(), p.Destroy(ctx, spec))
+		err = errors.Join(err, started.Kill(ctx), started.Close(), p.Destroy(ctx, spec))
 	}()
 	conn, err := started.Dial(ctx)
 	if err != nil {

@@ -32,7 +32,7 @@ var bootID = sync.OnceValues(func() (string, error) {
 	return string(bytes.TrimSpace(b)), nil
 })
 
-// startTime reads field 22 of /proc/PID/stat, which counts from behind the name, since that may hold anything.
+// startTime is when the process began, in clock ticks since the host booted; errNoProcess when it has ended.
 func startTime(pid int) (uint64, error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {
@@ -41,17 +41,22 @@ func startTime(pid int) (uint64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("read the start time of process %d: %w", pid, err)
 	}
-	_, rest, _ := bytes.Cut(b[bytes.LastIndexByte(b, ')')+1:], []byte(" "))
-	fields := bytes.Fields(rest)
-	if len(fields) < 20 {
-		return 0, fmt.Errorf("the stat file of process %d is too short", pid)
+	return parseStat(b)
+}
+
+// parseStat finds field 22 of a stat file. It counts from behind the program's name, which may hold anything.
+func parseStat(b []byte) (uint64, error) {
+	const state, start = 0, 19 // fields 3 and 22
+	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
+	if len(fields) <= start {
+		return 0, fmt.Errorf("a stat file of %d fields", len(fields))
 	}
-	if state := fields[0]; bytes.Equal(state, []byte("Z")) || bytes.Equal(state, []byte("X")) {
+	if s := fields[state]; bytes.Equal(s, []byte("Z")) || bytes.Equal(s, []byte("X")) {
 		return 0, errNoProcess
 	}
-	t, err := strconv.ParseUint(string(fields[19]), 10, 64)
+	t, err := strconv.ParseUint(string(fields[start]), 10, 64)
 	if err != nil {
-		return 0, fmt.Errorf("the start time of process %d: %w", pid, err)
+		return 0, fmt.Errorf("the start time in a stat file: %w", err)
 	}
 	return t, nil
 }

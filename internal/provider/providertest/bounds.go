@@ -46,7 +46,7 @@ func processes(t *testing.T, p provider.Provider, env *Env) {
 		t.Fatal(err)
 	}
 	const most = 4096
-	deadline := time.Now().Add(5 * time.Second)
+	deadline := time.Now().Add(3 * time.Second)
 	for time.Now().Before(deadline) {
 		s, err := bomb.inst.Stats(t.Context())
 		select {

@@ -52,6 +52,7 @@ func commands(t *testing.T, p provider.Provider, env *Env) {
 		{name: "loopback", spec: guest.ExecSpec{Argv: sh("ping -c 1 -w 20 127.0.0.1 >/dev/null && echo up")}, out: "up\n"},
 		{name: "shared memory", spec: guest.ExecSpec{Argv: sh("df -m /dev/shm | awk 'END { print $2 }'; stat -c %a /dev/shm")}, out: "64\n1777\n"},
 		{name: "one file system", spec: guest.ExecSpec{Argv: sh("echo x > /tmp/a && ln /tmp/a /home/a && mv /tmp/a /root/b && cat /root/b")}, out: "x\n"},
+		{name: "umask", spec: guest.ExecSpec{Argv: sh("umask")}, out: "0022\n"},
 		{name: "no core", spec: guest.ExecSpec{Argv: sh("ulimit -c")}, out: "0\n"},
 		{name: "no new privileges", spec: guest.ExecSpec{User: "dev", Argv: sh("sed -n 's/^NoNewPrivs:[^0-9]*//p; s/^CapEff:[^0-9]*//p' /proc/self/status")}, out: "0000000000000000\n1\n"},
 	} {

@@ -151,6 +151,24 @@ func refusals(t *testing.T, p provider.Provider, env *Env) {
 			}
 		})
 	}
+	t.Run("hardly any memory", func(t *testing.T) {
+		spec := env.Spec(t, shard.Resources{MemoryMiB: 1})
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		inst, err := p.Start(ctx, spec)
+		if err == nil { // it may even work
+			err = errors.Join(inst.Kill(ctx), p.Destroy(ctx, spec), inst.Close())
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		if ctx.Err() != nil {
+			t.Error("it hangs")
+		}
+		if traces := env.Traces(spec); len(traces) != 0 {
+			t.Errorf("left on the host: %q", traces)
+		}
+	})
 	t.Run("cancelled", func(t *testing.T) {
 		spec := env.Spec(t, shard.Resources{})
 		ctx, cancel := context.WithTimeout(t.Context(), 15*time.Millisecond)

@@ -147,10 +147,8 @@ func (b *box) remove() {
 
 // letGo is what a daemon does that ends while the machine runs on.
 func (b *box) letGo() {
-	if c, ok := b.inst.(io.Closer); ok {
-		if err := c.Close(); err != nil {
-			b.Errorf("close the instance: %v", err)
-		}
+	if err := b.inst.Close(); err != nil {
+		b.Errorf("close the instance: %v", err)
 	}
 }
 
