@@ -399,3 +399,34 @@ func TestHost(t *testing.T) {
 		t.Errorf("got %+v", got)
 	}
 }
+
+func TestCreateOnATerminal(t *testing.T) {
+	d := start(t)
+	d.answer("POST /v0/sandboxes", 201, `{"event":{"status":"pulling","reference":"r:1","layers":2,"bytes":3000}}
+{"event":{"status":"layer","digest":"sha256:a","bytes":1000}}
+{"event":{"status":"layer","digest":"sha256:b","bytes":2000}}
+{"event":{"status":"unpacking","layers":2}}
+{"event":{"status":"unpacked","layer":1,"layers":2}}
+{"event":{"status":"unpacked","layer":2,"layers":2}}
+{"event":{"status":"building"}}
+{"event":{"status":"pulled","reference":"r:1"}}
+{"sandbox":{"id":"bold-fern-0001","state":"running"}}
+`)
+	cmd, tty := onTerminal(t, d, 24, 100, "create", "r:1")
+	expect(t, tty, "created bold-fern-0001\r\nbold-fern-0001\r\n")
+	if err := cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+	// A pull that fails in the middle of a bar leaves a clean line for the reason.
+	d = start(t)
+	d.answer("POST /v0/images/pull", 200, `{"event":{"status":"pulling","reference":"r:1","layers":2,"bytes":3000}}
+{"event":{"status":"layer","digest":"sha256:a","bytes":1000}}
+{"error":{"code":"internal","message":"the registry went away"}}
+`)
+	cmd, tty = onTerminal(t, d, 24, 100, "pull", "r:1")
+	expect(t, tty, "shard: the registry went away\r\n")
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 1 {
+		t.Errorf("exit code %d", code)
+	}
+}

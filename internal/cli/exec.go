@@ -228,6 +228,8 @@ func (s *session) broken(ctx context.Context, id string) error {
 		return &exitError{max(code, exitFailure), fmt.Errorf("the connection broke and output may be missing; the command ended with exit code %d", code)}
 	case err == nil:
 		return fmt.Errorf("the connection broke, or this end took no output for 30 s; the command runs on in %s as %s", s.ref, id)
+	case errors.As(err, new(*client.DialError)):
+		return fmt.Errorf("the daemon went away; the command may run on in %s as %s: look when the daemon is back", s.ref, id)
 	case shard.CodeOf(err) != shard.CodeNotFound:
 		return fmt.Errorf("the connection to the daemon broke, and what became of the command is not known: %w", err)
 	}

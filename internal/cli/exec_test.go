@@ -156,6 +156,28 @@ func TestExecBrokenStreamIsExplained(t *testing.T) {
 	}
 }
 
+func TestExecOutlivesTheDaemon(t *testing.T) {
+	d := start(t)
+	cmd := command(t, d, "exec", "box", "sh", "-c", "echo hello; exec sleep 100")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(out, make([]byte, 6)); err != nil {
+		t.Fatal(err)
+	}
+	d.die()
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 1 || stderr.String() != "shard: the daemon went away; the command may run on in box as x1: look when the daemon is back\n" {
+		t.Errorf("code %d, %q", code, stderr.String())
+	}
+}
+
 func TestExecReaderGoesAway(t *testing.T) {
 	d := start(t)
 	cmd := command(t, d, "exec", "box", "sh", "-c", "yes")

@@ -94,6 +94,18 @@ type daemon struct {
 	cut bool
 	// lost is what the last message says was lost.
 	lost int64
+	// sockets are the upgraded connections, which the server has let go of.
+	sockets []*websocket.Conn
+}
+
+// die ends the daemon as kill -9 does: every connection is cut, commands run on.
+func (d *daemon) die() {
+	_ = d.srv.Close()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, ws := range d.sockets {
+		_ = ws.CloseNow()
+	}
 }
 
 type running struct {
@@ -235,7 +247,10 @@ func (d *daemon) getExec(w http.ResponseWriter, r *http.Request) {
 	if err != nil {
 		return
 	}
-	ws.SetReadLimit(1 << 20)
+	ws.SetReadLimit(1<<20 + 1)
+	d.mu.Lock()
+	d.sockets = append(d.sockets, ws)
+	d.mu.Unlock()
 	ctx := context.Background()
 	go func() { // input, until the connection ends
 		for {
