@@ -42,6 +42,9 @@ func (a *App) info(ctx context.Context, f format) error {
 	if err != nil {
 		return err
 	}
+	if len(providers) == 0 {
+		return errors.New("this user may not look at the host's providers: run sudo shard info")
+	}
 	out := info{Reason: "no provider works on this host", Providers: providers}
 	for _, p := range providers {
 		if p.Default {
