@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/useshards/shard/internal/guest"
@@ -117,16 +118,39 @@ func refuseRunc(v version) string {
 	return ""
 }
 
+// The beginnings of names that trials leave in RunDir when their daemon is killed.
+const (
+	trialDir = "trial-"
+	trialID  = "probe-"
+)
+
+// clearTrials removes what is left of trials in an earlier daemon. Their machines end with their control groups, which
+// the engine sweeps.
+func clearTrials(runDir string) error {
+	entries, err := os.ReadDir(runDir)
+	if err != nil {
+		return fmt.Errorf("look for old trials: %w", err)
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), trialDir) || strings.HasPrefix(e.Name(), trialID) {
+			if err := os.RemoveAll(filepath.Join(runDir, e.Name())); err != nil {
+				return fmt.Errorf("remove an old trial: %w", err)
+			}
+		}
+	}
+	return nil
+}
+
 // trial boots a machine with an empty root and waits for the agent's answer, then removes it.
 func (p *OCI) trial(ctx context.Context) (err error) {
-	dir, err := os.MkdirTemp(p.opt.RunDir, "trial-")
+	dir, err := os.MkdirTemp(p.opt.RunDir, trialDir)
 	if err != nil {
 		return fmt.Errorf("make a directory for the trial: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	var name [6]byte
 	_, _ = rand.Read(name[:])
-	spec := provider.Spec{ID: "probe-" + hex.EncodeToString(name[:]), Hostname: "probe", Root: filepath.Join(dir, "root"), Dir: dir}
+	spec := provider.Spec{ID: trialID + hex.EncodeToString(name[:]), Hostname: "probe", Root: filepath.Join(dir, "root"), Dir: dir}
 	if err := os.Mkdir(spec.Root, 0o755); err != nil {
 		return fmt.Errorf("make a root for the trial: %w", err)
 	}

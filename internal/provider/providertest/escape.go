@@ -128,6 +128,12 @@ func trespass(t *testing.T, p provider.Provider, env *Env) {
 			}
 		}
 	})
+	t.Run("every system call", func(t *testing.T) {
+		r := b.in(t).run(guest.ExecSpec{User: "dev", Argv: guest.Strings{"/trespass", "every"}}, nil)
+		if r.exit != (guest.Exit{}) {
+			t.Errorf("it ended with %+v: %.300s", r.exit, r.err)
+		}
+	})
 	b.sh("true") // it all did no harm
 	t.Run("signals to PID 1", func(t *testing.T) {
 		if !env.SharedKernel {
