@@ -50,6 +50,7 @@ var Routes = []Route{
 	{Method: "DELETE", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path", "recursive"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/ls", Scope: "exec", Query: []string{"path"}},
 	{Method: "POST", Path: "/v0/sandboxes/{id}/mkdir", Scope: "exec"},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/watch", Scope: "exec", Query: []string{"path", "recursive"}, Stream: true},
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path", "user"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path"}},
 

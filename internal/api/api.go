@@ -73,6 +73,7 @@ func New(cfg Config) *API {
 		"DELETE /v0/sandboxes/{id}/files":            a.removeFile,
 		"GET /v0/sandboxes/{id}/ls":                  a.listDir,
 		"POST /v0/sandboxes/{id}/mkdir":              a.mkdir,
+		"GET /v0/sandboxes/{id}/watch":               a.watch,
 		"PUT /v0/sandboxes/{id}/archive":             a.putArchive,
 		"GET /v0/sandboxes/{id}/archive":             a.getArchive,
 		"GET /v0/daemon":                             a.daemon,

@@ -39,7 +39,7 @@ func (a *App) rootCommand() *cobra.Command {
 		return groupRun(cmd, args)
 	}
 	root.AddCommand(
-		a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.listCommand(), a.inspectCommand(),
+		a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.pullCommand(), a.imageCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),

@@ -118,6 +118,7 @@ const (
 	OpRemove = "remove" // RemoveArgs → –
 	OpUntar  = "untar"  // UntarArgs → –, then Data host→guest (tar) until EOF, then Done
 	OpTar    = "tar"    // PathArgs → shard.FileEntry, then Data guest→host (tar) until Done
+	OpWatch  = "watch"  // WatchArgs → –, then Data: one JSON shard.FileEvent per line; Done when the directory is gone
 )
 
 // Open is the payload of TypeOpen.
@@ -357,4 +358,10 @@ type RemoveArgs struct {
 type UntarArgs struct {
 	Path Path   `json:"path"`
 	User string `json:"user,omitempty"`
+}
+
+// WatchArgs names a directory to watch, and with Recursive all below it. The head comes once nothing is missed any more.
+type WatchArgs struct {
+	Path      Path `json:"path"`
+	Recursive bool `json:"recursive,omitempty"`
 }

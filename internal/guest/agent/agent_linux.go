@@ -90,7 +90,7 @@ func run() error {
 		guest.OpUser: plain(user),
 		guest.OpExec: a.exec, guest.OpResume: a.resume, guest.OpExecs: plain(a.execs),
 		guest.OpSignal: plain(a.signal), guest.OpResize: plain(a.resize), guest.OpForget: plain(a.forget),
-		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce),
+		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce), guest.OpWatch: plain(watch),
 	}
 	go a.reaper.run()
 
