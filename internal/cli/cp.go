@@ -252,6 +252,9 @@ func (a *App) copyOut(ctx context.Context, src location, dst string) error {
 			return err
 		}
 	}
+	if _, err := os.Stat(place.Parent); err != nil {
+		return fmt.Errorf("the directory %s does not exist on this host", shard.Quote(place.Parent))
+	}
 	if kind == hostfs.File {
 		err = a.getFile(ctx, c, src, filepath.Join(place.Parent, place.Name), owner)
 	} else {
@@ -310,16 +313,20 @@ func makeOwned(dir string, owner *hostfs.Owner) error {
 	return nil
 }
 
-// getFile downloads a file beside its target and renames it, so that the target is complete or as it was.
+// getFile downloads a file beside its target and renames it, so that the target is complete or as it was. What exists
+// and is no file is not replaced: root could lose /dev/null.
 func (a *App) getFile(ctx context.Context, c *client.Client, src location, target string, owner *hostfs.Owner) (err error) {
+	if real, err := filepath.EvalSymlinks(target); err == nil {
+		target = real // a link to a file is written through, not replaced
+	}
+	if info, err := os.Lstat(target); err == nil && !info.Mode().IsRegular() {
+		return fmt.Errorf("%s exists and is not a regular file", shard.Quote(target))
+	}
 	body, entry, err := c.GetFile(ctx, src.ref, path.Clean(src.path))
 	if err != nil {
 		return err
 	}
 	defer body.Close()
-	if real, err := filepath.EvalSymlinks(target); err == nil {
-		target = real // a link to a file is written through, not replaced
-	}
 	tmp, err := os.CreateTemp(filepath.Dir(target), ".shard-cp-*")
 	if err != nil {
 		return err
@@ -351,9 +358,6 @@ func (a *App) getFile(ctx context.Context, c *client.Client, src location, targe
 }
 
 func (a *App) getTree(ctx context.Context, c *client.Client, src location, place hostfs.Placement, owner *hostfs.Owner) error {
-	if _, err := os.Stat(place.Parent); err != nil {
-		return err
-	}
 	body, _, err := c.GetArchive(ctx, src.ref, path.Clean(src.path)+"/") // the slash follows a link
 	if err != nil {
 		return err

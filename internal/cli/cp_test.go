@@ -275,7 +275,11 @@ func TestCpArguments(t *testing.T) {
 	d := start(t)
 	d.serveFiles()
 	t.Chdir(t.TempDir())
-	write(t, ".", "a:b")
+	write(t, ".", "a:b", "dangling -> none/x")
+	write(t, d.box, "f")
+	if err := syscall.Mkfifo("fifo", 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, tc := range []struct {
 		args []string
 		says string
@@ -289,6 +293,9 @@ func TestCpArguments(t *testing.T) {
 		{[]string{"none", "nobox:/x"}, `"none" does not exist on this host`}, // before anything is asked
 		{[]string{"./a:b", "nobox:/x"}, "there is no sandbox of that name"},
 		{[]string{"nobox:/x", "y"}, "there is no sandbox"},
+		{[]string{"box:/f", "none/y"}, `the directory "none" does not exist on this host`},
+		{[]string{"box:/f", "fifo"}, `"fifo" exists and is not a regular file`},
+		{[]string{"box:/f", "dangling"}, `"dangling" exists and is not a regular file`},
 	} {
 		got := run(t, d, append([]string{"cp"}, tc.args...)...)
 		if got.code != 1 || !strings.Contains(got.errs, tc.says) || !strings.HasPrefix(got.errs, "shard: ") {
@@ -298,7 +305,7 @@ func TestCpArguments(t *testing.T) {
 	if got := run(t, d, "cp", "./a:b", "box:/c"); got.code != 0 {
 		t.Errorf("got %+v", got)
 	}
-	if got := tree(t, d.box); len(got) != 1 || got[0] != "c=a:b" {
+	if got := tree(t, d.box); len(got) != 2 || got[0] != "c=a:b" {
 		t.Errorf("got %q", got)
 	}
 }
