@@ -17,6 +17,9 @@ const attachFD = 3
 
 // attach is the helper: the host starts it in the sandbox, with a new channel as descriptor 3.
 func attach() error {
+	if _, err := unix.GetsockoptInt(attachFD, unix.SOL_SOCKET, unix.SO_TYPE); err != nil {
+		return os.NewSyscallError("descriptor 3 is to be a socket", err)
+	}
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return err

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -67,6 +68,8 @@ type box struct {
 	token [guest.TokenSize]byte
 	conn  net.Conn // the first channel; nil once taken
 	addr  string   // of the listener that is PID 1's stdin, if it has one
+	runsc []string // the command line up to the verb, under gVisor
+	id    string   // under gVisor
 }
 
 // newBox starts a sandbox. listening chooses what PID 1 has as stdin: a listening socket or a connected one.
@@ -112,6 +115,10 @@ func newBox(t testing.TB, listening bool) *box {
 	} else {
 		b.conn, stdin = socketpair(t)
 	}
+	if runsc := os.Getenv("SHARD_TEST_RUNSC"); runsc != "" {
+		b.startRunsc(runsc, stdin)
+		return b
+	}
 	cmd := exec.Command("/bin/sh", "-c", setup, "sh", b.root)
 	cmd.Stdin = stdin
 	var stderr bytes.Buffer
@@ -134,6 +141,39 @@ func newBox(t testing.TB, listening bool) *box {
 		}
 	})
 	return b
+}
+
+// startRunsc starts the sandbox with gVisor instead, for a run of these tests by hand: SHARD_TEST_RUNSC names the
+// program. Tests that look at PID 1 from the host do not hold there.
+func (b *box) startRunsc(runsc string, stdin *os.File) {
+	b.t.Helper()
+	if b.addr != "" {
+		b.t.Skip("gVisor's PID 1 cannot accept from a socket of the host")
+	}
+	dir := b.t.TempDir()
+	caps := `["CAP_CHOWN","CAP_DAC_OVERRIDE","CAP_FOWNER","CAP_KILL","CAP_SETGID","CAP_SETUID","CAP_SYS_CHROOT"]`
+	b.must(os.WriteFile(filepath.Join(dir, "config.json"), fmt.Appendf(nil, `{"ociVersion":"1.0.0","hostname":"box","root":{"path":%q},
+		"process":{"args":["/shard-init"],"cwd":"/","user":{"uid":0,"gid":0},"env":["HOST_SECRET=1"],
+			"capabilities":{"bounding":%[2]s,"effective":%[2]s,"permitted":%[2]s}},
+		"mounts":[{"destination":"/proc","type":"proc","source":"proc"},{"destination":"/dev","type":"tmpfs","source":"tmpfs"}],
+		"linux":{"namespaces":[{"type":"pid"},{"type":"mount"},{"type":"ipc"},{"type":"uts"},{"type":"network"}]}}`, b.root, caps), 0o600))
+	flags := []string{"--root", dir + "/state", "--network=none", "--ignore-cgroups", "--overlay2=none", "--file-access=shared"}
+	b.runsc, b.id = append([]string{runsc}, flags...), "box"+strconv.Itoa(os.Getpid())+"-"+filepath.Base(filepath.Dir(b.root))
+	log, err := os.Create(dir + "/log")
+	b.must(err)
+	defer log.Close()
+	cmd := exec.Command(runsc, append(flags, "run", "--detach", "--bundle", dir, b.id)...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdin, log, log
+	err = cmd.Run()
+	stdin.Close()
+	b.t.Cleanup(func() {
+		exec.Command(runsc, append(flags, "delete", "--force", b.id)...).Run()
+		unix.Unmount(dir+"/state/null-netns", unix.MNT_DETACH)
+	})
+	if err != nil {
+		said, _ := os.ReadFile(dir + "/log")
+		b.t.Fatalf("runsc: %v: %s", err, said)
+	}
 }
 
 func socketpair(t testing.TB) (net.Conn, *os.File) {
@@ -206,6 +246,17 @@ func (b *box) attach(file *os.File) {
 
 // enter is a command beside PID 1, as a runtime's exec makes one.
 func (b *box) enter(file *os.File, argv ...string) *exec.Cmd {
+	if b.runsc != nil {
+		args := append(b.runsc[1:len(b.runsc):len(b.runsc)], "exec")
+		if file != nil {
+			args = append(args, "--pass-fd", "3:3")
+		}
+		cmd := exec.Command(b.runsc[0], append(append(args, b.id), argv...)...)
+		if file != nil {
+			cmd.ExtraFiles = []*os.File{file}
+		}
+		return cmd
+	}
 	cmd := exec.Command("nsenter", append([]string{"-t", fmt.Sprint(b.pid), "-p", "-n", "-u", "-i", "-m", "chroot", b.root}, argv...)...)
 	if file != nil {
 		cmd.ExtraFiles = []*os.File{file}

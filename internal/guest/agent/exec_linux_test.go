@@ -32,7 +32,7 @@ func TestPing(t *testing.T) {
 
 // Case 1: every byte before the exit, on both streams, alone and with others.
 func TestEveryByteBeforeExit(t *testing.T) {
-	b := newBox(t, true)
+	b := newBox(t, false)
 	s := b.connect()
 	want := [3]([32]byte){1: sha256.Sum256(burst(5_000_003, 0)), 2: sha256.Sum256(burst(1_000_001, 1))}
 	once := func() {
@@ -187,9 +187,10 @@ func TestTerminal(t *testing.T) {
 func TestNeverStarted(t *testing.T) {
 	b := newBox(t, false)
 	b.write("noexec", "x")
-	b.write("tmp/script", "#!/nosuch/interpreter\n")
-	b.write("tmp/plain", "echo no interpreter line\n")
-	for _, name := range []string{"tmp/script", "tmp/plain"} {
+	b.must(b.mkdir("scripts", 0o755))
+	b.write("scripts/interp", "#!/nosuch/interpreter\n")
+	b.write("scripts/plain", "echo no interpreter line\n")
+	for _, name := range []string{"scripts/interp", "scripts/plain"} {
 		b.chmod(name, 0o755)
 	}
 	b.must(b.mkdir("secret", 0o700))
@@ -205,8 +206,8 @@ func TestNeverStarted(t *testing.T) {
 		{"path through a file", guest.ExecSpec{Argv: guest.Strings{"/noexec/x"}}, shard.CodeCommandNotStarted, 127},
 		{"no x bit", guest.ExecSpec{Argv: guest.Strings{"/noexec"}}, shard.CodeCommandNotStarted, 126},
 		{"directory", guest.ExecSpec{Argv: guest.Strings{"/tmp"}}, shard.CodeCommandNotStarted, 126},
-		{"interpreter", guest.ExecSpec{Argv: guest.Strings{"/tmp/script"}}, shard.CodeCommandNotStarted, 126},
-		{"format", guest.ExecSpec{Argv: guest.Strings{"/tmp/plain"}}, shard.CodeCommandNotStarted, 126},
+		{"interpreter", guest.ExecSpec{Argv: guest.Strings{"/scripts/interp"}}, shard.CodeCommandNotStarted, 126},
+		{"format", guest.ExecSpec{Argv: guest.Strings{"/scripts/plain"}}, shard.CodeCommandNotStarted, 126},
 		{"too large", guest.ExecSpec{Argv: guest.Strings{"true", strings.Repeat("x", 200<<10)}}, shard.CodeCommandNotStarted, 126},
 		{"workdir missing", guest.ExecSpec{Argv: guest.Strings{"true"}, Workdir: "/nosuch"}, shard.CodeCommandNotStarted, 126},
 		{"workdir a file", guest.ExecSpec{Argv: guest.Strings{"true"}, Workdir: "/noexec"}, shard.CodeCommandNotStarted, 126},
@@ -312,7 +313,7 @@ func TestArguments(t *testing.T) {
 
 // Case 21: orphans are reaped.
 func TestOrphans(t *testing.T) {
-	b := newBox(t, true)
+	b := newBox(t, false)
 	s := b.connect()
 	if k, exit := b.run(s, "helper", "orphans", "3000"); exit.Code != 0 {
 		t.Fatalf("%+v %s", exit, k.text())

@@ -87,7 +87,7 @@ func TestReconnect(t *testing.T) {
 
 // Input goes on where the agent has it.
 func TestReconnectInput(t *testing.T) {
-	b := newBox(t, true)
+	b := newBox(t, false)
 	s := b.connect()
 	text := burst(6_000_000, 7)
 	c, k := b.start(s, guest.ExecSpec{Argv: guest.Strings{"helper", "copy"}, Stdin: true})
@@ -254,6 +254,9 @@ func TestHostileAttach(t *testing.T) {
 
 func (b *box) descriptors() int {
 	b.t.Helper()
+	if b.runsc != nil {
+		return 0 // they are the sentry's
+	}
 	entries, err := os.ReadDir("/proc/" + strconv.Itoa(b.pid) + "/fd")
 	b.must(err)
 	return len(entries)
@@ -309,7 +312,11 @@ func TestHostileHost(t *testing.T) {
 func TestSignals(t *testing.T) {
 	b := newBox(t, false)
 	s := b.connect()
-	b.sh(s, "for n in $(seq 1 64); do kill -$n 1 2>/dev/null || :; done")
+	skip := "0"
+	if os.Getenv("SHARD_TEST_RUNSC") != "" {
+		skip = "9|19|32|33|34" // KILL and STOP reach it there, when the sandbox's root sends them
+	}
+	b.sh(s, "for n in $(seq 1 64); do case $n in "+skip+") ;; *) kill -$n 1 2>/dev/null || : ;; esac; done")
 	b.must(s.Call(b.ctx(), guest.OpPing, nil, nil))
 	for sig, n := range map[string]int{"TERM": 15, "KILL": 9} {
 		c, k := b.start(s, guest.ExecSpec{Argv: guest.Strings{"sh", "-c", "sleep 1000 & echo on; wait"}})
@@ -398,6 +405,9 @@ func TestStop(t *testing.T) {
 	<-waited
 	if _, err := s.Exec(b.ctx(), b.spec(guest.ExecSpec{Argv: guest.Strings{"true"}}), newSink()); shard.CodeOf(err) != shard.CodeSandboxNotRunning {
 		t.Errorf("a command after stop: %v", err)
+	}
+	if b.runsc != nil {
+		return
 	}
 	out, err := exec.Command("ps", "--ppid", strconv.Itoa(b.pid), "-o", "args=").Output()
 	if len(bytes.TrimSpace(out)) != 0 {
