@@ -25,10 +25,13 @@ type room struct {
 var house = map[string]room{
 	"": {},
 
-	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon"}, theirs: []string{"github.com/spf13/"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/hostfs", "internal/stream"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}, theirs: []string{"github.com/spf13/"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/hostfs", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
 	"client":         {ours: []string{"", "internal/stream"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
 	"cmd/shard-init": {ours: []string{"", "internal/guest", "internal/guest/agent"}, theirs: []string{"golang.org/x/sys/"}},
+
+	"internal/gate":  {ours: []string{"", "internal/token"}},
+	"internal/token": {ours: []string{""}, theirs: []string{"github.com/golang-jwt/jwt/v5", "golang.org/x/sys/"}},
 
 	"internal/daemon": {ours: []string{"", "internal/api", "internal/engine", "internal/store", "internal/stream", "internal/image",
 		"internal/rootfs", "internal/netns", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest"},

@@ -26,6 +26,7 @@ var Routes = []Route{
 	{Method: "GET", Path: "/v0/version"},
 	{Method: "GET", Path: "/v0/capabilities", Query: []string{"provider"}},
 	{Method: "GET", Path: "/v0/providers"},
+	{Method: "GET", Path: "/v0/scopes"},
 
 	{Method: "GET", Path: "/v0/sandboxes", Scope: "sandbox:read", Query: []string{"all", "limit", "cursor"}},
 	{Method: "POST", Path: "/v0/sandboxes", Scope: "sandbox:write", Query: []string{"wait"}},

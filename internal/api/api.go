@@ -52,6 +52,7 @@ func New(cfg Config) *API {
 		"GET /v0/version":                            a.version,
 		"GET /v0/capabilities":                       a.capabilities,
 		"GET /v0/providers":                          a.providers,
+		"GET /v0/scopes":                             a.scopes,
 		"GET /v0/sandboxes":                          a.list,
 		"POST /v0/sandboxes":                         a.create,
 		"GET /v0/sandboxes/{id}":                     a.inspect,
@@ -123,7 +124,10 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	name = route.Name()
 	c.params = params
-	err := c.parseQuery(route)
+	err := c.admits(route)
+	if err == nil {
+		err = c.parseQuery(route)
+	}
 	if err == nil {
 		err = a.handlers[name](c)
 	}

@@ -52,6 +52,9 @@ func (a *API) create(c *call) error {
 	if err := c.body(&req, false); err != nil {
 		return err
 	}
+	if err := c.scopesOfCreate(&req); err != nil {
+		return err
+	}
 	if !wait || !accepts(c.r, "application/x-ndjson") {
 		sb, err := a.Engine.Create(c.r.Context(), req, wait, nil)
 		if err != nil {
