@@ -24,7 +24,7 @@ import (
 func TestCreateModes(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		req := shard.CreateRequest{Image: image, Provider: provider}
 		for _, path := range []string{"/v0/sandboxes", "/v0/sandboxes?wait=true", "/v0/sandboxes?wait=false"} {
 			s := decode[shard.Sandbox](t, call(t, d, "POST", path, req), 201)
@@ -106,7 +106,7 @@ func lines(t *testing.T, a answer) (events []shard.Progress, last map[string]jso
 func TestCursors(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		var ids []string
 		for range 5 {
 			ids = append(ids, box(t, d, provider))
@@ -211,7 +211,7 @@ func TestCase140(t *testing.T) {
 func TestCase141(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		for range 2 {
 			info, err := os.Stat(filepath.Join(d.Root, "shard.sock"))

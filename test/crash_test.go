@@ -18,9 +18,9 @@ import (
 func TestKill9Idle(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		up, down := box(t, d, provider, "--name", "up", "--env", "A=b"), box(t, d, provider)
-		sh(t, d, up, `echo before >/file; nohup sh -c 'while :; do date >/beat; sleep 0.2; done' >/dev/null 2>&1 &`)
+		sh(t, d, up, `echo before >/file; (while :; do date >/beat; sleep 0.2; done) >/dev/null 2>&1 &`)
 		d.Must("stop", down)
 		before := inspect(t, d, up)
 		for round := range 3 {
@@ -46,7 +46,7 @@ func TestKill9Idle(t *testing.T) {
 func TestKill9Exec(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		c := connect(t, d)
 		const lines = 200000
@@ -98,7 +98,7 @@ func TestKill9Exec(t *testing.T) {
 func TestKill9Create(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		for _, after := range []time.Duration{0, 3, 8, 15, 25, 40, 60, 90, 130, 200} {
 			after *= time.Millisecond
 			name := fmt.Sprintf("c%d", after.Milliseconds())
@@ -151,7 +151,7 @@ func TestKill9Create(t *testing.T) {
 func TestKill9Remove(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		for _, after := range []time.Duration{1, 5, 10, 20, 40} {
 			id := box(t, d, provider)
 			c := d.Client()
@@ -176,7 +176,7 @@ func TestKill9Remove(t *testing.T) {
 func TestKilledSandbox(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		sh(t, d, id, "echo kept >/kept; sync")
 		exec := d.Command("exec", id, "sleep", "300")
@@ -258,7 +258,7 @@ func TestCase129(t *testing.T) {
 func TestCase126(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		for range 5 {
 			open := d.Command("exec", id, "sleep", "100")
@@ -296,7 +296,7 @@ func TestCase126(t *testing.T) {
 func TestCase124(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		good, bad := box(t, d, provider), box(t, d, provider)
 		d.Must("stop", bad)
 		d.Stop()

@@ -20,13 +20,14 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/client"
+	"github.com/useshards/shard/internal/testenv"
 )
 
 // TestCase026: links are resolved inside the sandbox, never on the host.
 func TestCase026(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		c := connect(t, d)
 		host := t.TempDir() // a canary that exists on the host only
@@ -86,7 +87,7 @@ func TestCase026(t *testing.T) {
 func TestCase029(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		dir := filepath.Join(t.TempDir(), "tree")
 		write := func(name, body string, mode os.FileMode) {
@@ -189,7 +190,7 @@ func diffTrees(t *testing.T, want, got string) {
 func TestCase031(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		c := connect(t, d)
 		dir := t.TempDir()
@@ -244,7 +245,7 @@ func TestCase031(t *testing.T) {
 func TestCase030(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--disk", "12GiB")
 		const size = 4<<30 + 12345
 		tail := noise(1 << 20)
@@ -288,7 +289,7 @@ func TestCase030(t *testing.T) {
 func TestCase033(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		sh(t, d, id, `mkdir /odd && cd /odd && echo 1 >plain && for n in "$(printf 'x\377y')" "$(printf 'new\nline')" "$(printf 'tab\t')" 'back\slash' `+strings.Repeat("l", 255)+`; do echo odd >"$n"; done`)
 		list := decode[struct {
@@ -330,7 +331,7 @@ func TestCase033(t *testing.T) {
 func TestCase035(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		sh(t, d, id, `mkfifo /tmp/fifo; mkdir /tmp/dir; nc -l -s 127.0.0.1 -p 1 >/dev/null 2>&1 & ln -s /nowhere /tmp/dangling`)
 		get := func(path string) answer {
@@ -372,7 +373,7 @@ func TestCase035(t *testing.T) {
 func TestCase037(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--user", "dev")
 		put := func(query string) answer {
 			return call(t, d, "PUT", "/v0/sandboxes/"+id+"/files?"+query, "x")
@@ -407,7 +408,7 @@ func TestCase037(t *testing.T) {
 func TestCase039(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		for _, path := range []string{"", ".", "a/../b", "/../../etc/hostname", "//etc", "/tmp/", "/a\x00b", "/" + strings.Repeat("x", 5000), "rel", "/tmp/../../.."} {
 			q := url.QueryEscape(path)
@@ -435,7 +436,7 @@ func TestCase039(t *testing.T) {
 func TestHostileArchive(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		for name, h := range map[string]tar.Header{
 			"absolute":         {Name: "/abs", Typeflag: tar.TypeReg},
@@ -481,7 +482,7 @@ func TestHostileArchive(t *testing.T) {
 func TestCase114(t *testing.T) {
 	t.Parallel()
 	d := start(t)
-	d.EachProvider(t, func(t *testing.T, provider string) {
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--disk", "64MiB")
 		r := d.Shard("exec", id, "sh", "-c", "dd if=/dev/zero of=/fill bs=1M 2>&1; stat -c %s /fill")
 		if !strings.Contains(r.Stdout, "No space left on device") {

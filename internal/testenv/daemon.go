@@ -35,12 +35,17 @@ type Options struct {
 	Root string
 }
 
-// Daemon is a real daemon in a private root.
+// Daemon is a real daemon in a private root, as one test or subtest sees it: what goes wrong fails that test.
 type Daemon struct {
+	*daemon
+	t testing.TB
+}
+
+// daemon is what the views of one daemon share.
+type daemon struct {
 	// Root is its data directory: short, since socket paths are bounded.
 	Root string
 
-	t     testing.TB
 	o     Options
 	bin   string
 	log   string
@@ -63,7 +68,7 @@ func Start(t testing.TB, o Options) *Daemon {
 	if o.Lab == nil {
 		o.Lab = NewLab(t)
 	}
-	d := &Daemon{Root: o.Root, t: t, o: o, bin: Bin(t), log: filepath.Join(t.TempDir(), "daemon.log"), ids: make(map[string]bool)}
+	d := &Daemon{t: t, daemon: &daemon{Root: o.Root, o: o, bin: Bin(t), log: filepath.Join(t.TempDir(), "daemon.log"), ids: make(map[string]bool)}}
 	if d.Root == "" {
 		root, err := os.MkdirTemp("/tmp", "sh")
 		if err != nil {
@@ -253,33 +258,9 @@ func (d *Daemon) Import(ref string, img v1.Image) {
 	d.Must("image", "import", Archive(d.t, ref, img), ref)
 }
 
-// Providers are those of the wanted names that work here; for each other one the test logs why not.
-func (d *Daemon) Providers(names ...string) []string {
-	d.t.Helper()
-	c := d.Client()
-	defer c.Close()
-	infos, err := c.Providers(d.t.Context())
-	if err != nil {
-		d.t.Fatalf("list the providers: %v", err)
-	}
-	var usable []string
-	for _, name := range names {
-		i := slices.IndexFunc(infos, func(p shard.ProviderInfo) bool { return p.Name == name })
-		switch {
-		case i < 0:
-			d.t.Errorf("the daemon does not know the provider %s", name)
-		case !infos[i].Available:
-			d.t.Logf("provider %s is not available here: %s", name, infos[i].Reason)
-		default:
-			usable = append(usable, name)
-		}
-	}
-	return usable
-}
-
-// EachProvider runs a test once for each provider, and skips it, with the daemon's own reason, for one that does not
-// work on this host.
-func (d *Daemon) EachProvider(t *testing.T, run func(t *testing.T, provider string), names ...string) {
+// EachProvider runs a test once for each provider (all that this version has, unless some are named), and skips it, with
+// the daemon's own reason, for one that does not work on this host.
+func (d *Daemon) EachProvider(t *testing.T, run func(t *testing.T, d *Daemon, provider string), names ...string) {
 	t.Helper()
 	if len(names) == 0 {
 		names = []string{"runc", "gvisor"}
@@ -299,7 +280,7 @@ func (d *Daemon) EachProvider(t *testing.T, run func(t *testing.T, provider stri
 			if !infos[i].Available {
 				t.Skipf("provider %s does not work on this host: %s", name, infos[i].Reason)
 			}
-			run(t, name)
+			run(t, &Daemon{daemon: d.daemon, t: t}, name)
 		})
 	}
 }
