@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
+	"sync"
 )
 
 // The two lists of 64 words that ids are made of. Never change them: ids are kept for ever.
@@ -21,13 +22,18 @@ var (
 )
 
 var (
-	idPattern         = regexp.MustCompile(`^[a-z]+-[a-z]+-[0-9a-f]{4}$`)
-	namePattern       = regexp.MustCompile(`^[a-z0-9_-]{1,64}$`)
-	processPattern    = regexp.MustCompile(`^[a-z0-9][a-z0-9_.-]{0,31}$`)
-	policyNamePattern = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,63}$`)
-	secretNamePattern = regexp.MustCompile(`^[A-Z_][A-Z0-9_]{0,127}$`)
-	envKeyPattern     = regexp.MustCompile(`^[^=\x00]+$`)
+	// Compiled when first asked: every start of the command line would pay for them.
+	idPattern         = pattern(`^[a-z]+-[a-z]+-[0-9a-f]{4}$`)
+	namePattern       = pattern(`^[a-z0-9_-]{1,64}$`)
+	processPattern    = pattern(`^[a-z0-9][a-z0-9_.-]{0,31}$`)
+	policyNamePattern = pattern(`^[a-z0-9][a-z0-9-]{0,63}$`)
+	secretNamePattern = pattern(`^[A-Z_][A-Z0-9_]{0,127}$`)
 )
+
+func pattern(expr string) func(string) bool {
+	compile := sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(expr) })
+	return func(s string) bool { return compile().MatchString(s) }
+}
 
 // MinPrefix is the shortest id prefix that may stand for a sandbox or snapshot, in characters.
 const MinPrefix = 4
@@ -40,11 +46,11 @@ func NewID() string {
 }
 
 // IsID says whether s has the form of a generated id.
-func IsID(s string) bool { return idPattern.MatchString(s) }
+func IsID(s string) bool { return idPattern(s) }
 
 // CheckName refuses a name that a sandbox or snapshot cannot have. what is "sandbox" or "snapshot".
 func CheckName(what, name string) error {
-	if !namePattern.MatchString(name) {
+	if !namePattern(name) {
 		return Invalidf("%s name %s is not valid: use 1 to 64 of a-z, 0-9, - and _", what, Quote(name))
 	}
 	if IsID(name) {
@@ -55,7 +61,7 @@ func CheckName(what, name string) error {
 
 // CheckRef refuses a reference that no sandbox or snapshot could have, so that it never becomes part of a path.
 func CheckRef(what, ref string) error {
-	if !namePattern.MatchString(ref) {
+	if !namePattern(ref) {
 		return Invalidf("%s is not a %s id or name: use 1 to 64 of a-z, 0-9, - and _", Quote(ref), what)
 	}
 	return nil
@@ -63,7 +69,7 @@ func CheckRef(what, ref string) error {
 
 // CheckProcessName refuses a name that a supervised process cannot have.
 func CheckProcessName(name string) error {
-	if !processPattern.MatchString(name) {
+	if !processPattern(name) {
 		return Invalidf("process name %s is not valid: up to 32 of a-z, 0-9, . _ and -, beginning with a letter or digit", Quote(name))
 	}
 	return nil
@@ -71,7 +77,7 @@ func CheckProcessName(name string) error {
 
 // CheckPolicyName refuses a name that a policy cannot have.
 func CheckPolicyName(name string) error {
-	if !policyNamePattern.MatchString(name) {
+	if !policyNamePattern(name) {
 		return Invalidf("policy name %s is not valid: up to 64 of a-z, 0-9 and -, beginning with a letter or digit", Quote(name))
 	}
 	return nil
@@ -79,7 +85,7 @@ func CheckPolicyName(name string) error {
 
 // CheckSecretName refuses a name that a secret cannot have.
 func CheckSecretName(name string) error {
-	if !secretNamePattern.MatchString(name) {
+	if !secretNamePattern(name) {
 		return Invalidf("secret name %s is not valid: up to 128 of A-Z, 0-9 and _, not beginning with a digit", Quote(name))
 	}
 	return nil
@@ -90,7 +96,7 @@ func CheckEnv(env []string) error {
 	for i, kv := range env {
 		key, _, ok := strings.Cut(kv, "=")
 		switch {
-		case !ok || !envKeyPattern.MatchString(key):
+		case !ok || key == "":
 			return Invalidf("env entry %d is not KEY=VALUE with a key", i+1)
 		case strings.ContainsRune(kv, 0):
 			return Invalidf("env entry %s holds a NUL byte", Quote(key))

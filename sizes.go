@@ -4,9 +4,12 @@ import (
 	"math"
 	"regexp"
 	"strconv"
+	"sync"
 )
 
-var sizePattern = regexp.MustCompile(`^([0-9]{1,15})(KiB|MiB|GiB|KB|MB|GB)$`)
+var sizePattern = sync.OnceValue(func() *regexp.Regexp {
+	return regexp.MustCompile(`^([0-9]{1,15})(KiB|MiB|GiB|KB|MB|GB)$`)
+})
 
 var units = map[string]int64{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -15,7 +18,7 @@ func ParseSize(s string) (mib int64, err error) {
 	if s == "0" {
 		return 0, nil
 	}
-	m := sizePattern.FindStringSubmatch(s)
+	m := sizePattern().FindStringSubmatch(s)
 	if m == nil {
 		return 0, Invalidf("%s is not a size: write a whole number and KiB, MiB, GiB, KB, MB or GB, such as 512MiB", Quote(s))
 	}

@@ -58,6 +58,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 			e.Log.Error("undo of a failed start", "sandbox", sb.id, "err", undoErr)
 		}
 	}()
+	e.wg.Go(e.Cgroups.Warm)
 	spec := sb.spec(rec)
 	var address string
 	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })

@@ -53,7 +53,8 @@ type Spool struct {
 	mu       sync.Mutex
 	f        *os.File // nil until the first byte: most commands write little or nothing
 	st       state
-	lastLen  int // payload of the frame at st.Last, when it may grow
+	tailLen  int // payload of the frame at st.Tail; -1 when not known
+	lastLen  int // payload of the frame at st.Last; 0 when it may not grow
 	lastChan byte
 	scratch  []byte
 	acked    int64
@@ -68,7 +69,7 @@ type Spool struct {
 // New makes an empty spool. The file at path comes with the first byte of output. window is how many unacknowledged bytes
 // the other side may have under way.
 func New(path string, window int) *Spool {
-	return &Spool{path: path, window: window, changed: make(chan struct{})}
+	return &Spool{path: path, window: window, tailLen: -1, changed: make(chan struct{})}
 }
 
 // Open takes up a file that an earlier daemon wrote; where there is none, nothing was written.
@@ -164,10 +165,14 @@ func (s *Spool) append(channel byte, p []byte) error {
 	}
 	st.raise(st.End + int64(len(p)) - Held)
 	for st.Tail < st.Last {
-		_, n, err := s.frameAt(st.Tail, st.Head)
-		if err != nil {
-			return err
+		if s.tailLen < 0 {
+			_, n, err := s.frameAt(st.Tail, st.Head)
+			if err != nil {
+				return err
+			}
+			s.tailLen = n
 		}
+		n := s.tailLen
 		end := st.First + int64(n)
 		if full := st.Head-st.Tail+need > ringSize; !full && end > st.Floor {
 			break
@@ -175,6 +180,7 @@ func (s *Spool) append(channel byte, p []byte) error {
 		st.raise(end)
 		st.First = end
 		st.Tail += frameHead + int64(n)
+		s.tailLen = -1
 		if r := s.reader; r != nil && r.pos < st.Tail { // only when a session broke while the reader was far behind
 			r.pos, r.inner, r.got = st.Tail, 0, end
 		}
@@ -201,6 +207,9 @@ func (s *Spool) append(channel byte, p []byte) error {
 	st.End += int64(len(p))
 	if err := s.writeHeader(st); err != nil {
 		return err
+	}
+	if st.Tail == st.Last {
+		s.tailLen = length
 	}
 	s.st, s.lastLen, s.lastChan = st, length, channel
 	return nil
@@ -381,7 +390,10 @@ func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
 		return nil, nil, s.failed
 	}
 	for r.pos < s.st.Head {
-		channel, n, err := s.frameAt(r.pos, s.st.Head)
+		channel, n, err := s.lastChan, s.lastLen, error(nil)
+		if r.pos != s.st.Last || n == 0 {
+			channel, n, err = s.frameAt(r.pos, s.st.Head)
+		}
 		if err != nil {
 			return nil, nil, err
 		}
@@ -406,7 +418,8 @@ func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
 	return nil, s.changed, nil
 }
 
-// Consumed says that n of the bytes that Next returned have reached the client.
+// Consumed says that n of the bytes that Next returned have reached the client. It is stored with the next output: a
+// daemon that is killed before that counts at most as lost what was not.
 func (r *Reader) Consumed(n int) {
 	s := r.s
 	s.mu.Lock()
@@ -414,11 +427,6 @@ func (r *Reader) Consumed(n int) {
 	s.st.Seen = max(s.st.Seen, r.got)
 	tell := func() {}
 	if s.reader == r && !s.closed {
-		if s.f != nil {
-			if err := s.writeHeader(s.st); err != nil && s.failed == nil {
-				s.failed = err
-			}
-		}
 		tell = s.takeAck()
 	}
 	s.mu.Unlock()
@@ -432,6 +440,11 @@ func (r *Reader) Close() {
 	tell := func() {}
 	if s.reader == r {
 		s.reader = nil
+		if s.f != nil && !s.closed {
+			if err := s.writeHeader(s.st); err != nil && s.failed == nil {
+				s.failed = err
+			}
+		}
 		tell = s.takeAck()
 	}
 	s.mu.Unlock()
