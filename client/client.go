@@ -28,8 +28,12 @@ const maxAnswer = 256 << 20
 
 // Options says whom a Client talks to. The zero value talks to nobody: set Dial.
 type Options struct {
-	// Dial opens a connection to the daemon; Unix makes one for a socket.
+	// Dial opens a connection to the daemon; Unix makes one for a socket, Remote one for shard serve.
 	Dial func(ctx context.Context) (net.Conn, error)
+	// Base is the URL of shard serve, scheme and host; nil is the socket's daemon, which takes any.
+	Base *url.URL
+	// Token is sent as the bearer token of every request, to whom Dial leads and nobody else: redirects are not followed.
+	Token string
 	// UserAgent is sent with every request.
 	UserAgent string
 }
@@ -39,13 +43,16 @@ type Client struct {
 	http *http.Client
 	dial func(ctx context.Context) (net.Conn, error)
 	base string
-	ua   string
+	// header goes with every request.
+	header http.Header
 }
 
 // New makes a Client. It does not connect.
 func New(o Options) *Client {
+	dial := func(ctx context.Context, _, _ string) (net.Conn, error) { return o.Dial(ctx) }
 	transport := &http.Transport{
-		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return o.Dial(ctx) },
+		DialContext:            dial,
+		DialTLSContext:         dial, // Dial has done TLS
 		DisableCompression:     true,
 		MaxIdleConns:           4,
 		MaxIdleConnsPerHost:    4,
@@ -54,14 +61,24 @@ func New(o Options) *Client {
 		ReadBufferSize:         64 << 10,
 		WriteBufferSize:        64 << 10,
 	}
+	base, header := "http://shard", http.Header{}
+	if o.Base != nil {
+		base = (&url.URL{Scheme: o.Base.Scheme, Host: o.Base.Host}).String()
+	}
+	if o.UserAgent != "" {
+		header.Set("User-Agent", o.UserAgent)
+	}
+	if o.Token != "" {
+		header.Set("Authorization", "Bearer "+o.Token)
+	}
 	return &Client{
 		http: &http.Client{
 			Transport:     transport,
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
-		dial: o.Dial,
-		base: "http://shard",
-		ua:   o.UserAgent,
+		dial:   o.Dial,
+		base:   base,
+		header: header,
 	}
 }
 
@@ -71,7 +88,7 @@ func (c *Client) Close() { c.http.CloseIdleConnections() }
 // DialError says that the daemon could not be reached. Err tells why: errors.Is with fs.ErrNotExist,
 // syscall.ECONNREFUSED (nobody listens) or fs.ErrPermission.
 type DialError struct {
-	// Address is the socket.
+	// Address is the socket, or the URL of shard serve.
 	Address string
 	Err     error
 }
@@ -136,6 +153,7 @@ func (c *Client) request(ctx context.Context, k call) (*http.Request, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make the request: %w", err)
 	}
+	req.Header = c.header.Clone()
 	if body != nil {
 		req.ContentLength = size
 		if size == 0 {
@@ -147,9 +165,6 @@ func (c *Client) request(ctx context.Context, k call) (*http.Request, error) {
 	}
 	if k.accept != "" {
 		req.Header.Set("Accept", k.accept)
-	}
-	if c.ua != "" {
-		req.Header.Set("User-Agent", c.ua)
 	}
 	return req, nil
 }

@@ -47,7 +47,7 @@ func (c *Client) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 // record comes with the error: the command runs.
 func (c *Client) Run(ctx context.Context, ref string, req shard.ExecRequest) (*shard.Exec, *Stream, error) {
 	one := &oneConn{dial: c.dial}
-	pinned := &Client{http: &http.Client{Transport: one}, dial: c.dial, base: c.base, ua: c.ua}
+	pinned := &Client{http: &http.Client{Transport: one}, dial: c.dial, base: c.base, header: c.header}
 	req.Attach = true
 	exec, err := pinned.Exec(ctx, ref, req)
 	if err != nil {
@@ -102,13 +102,9 @@ type Stream struct {
 // Attach connects to a command: what the daemon holds of its output, then what it writes. Cancelling ctx, at any time,
 // or Close, ends the connection and leaves the command running.
 func (c *Client) Attach(ctx context.Context, ref, id string) (*Stream, error) {
-	header := http.Header{}
-	if c.ua != "" {
-		header.Set("User-Agent", c.ua)
-	}
 	conn, _, err := websocket.Dial(ctx, c.base+sandboxPath(ref, "exec", id), &websocket.DialOptions{
 		HTTPClient: &http.Client{Transport: upgrader{c.http.Transport}},
-		HTTPHeader: header,
+		HTTPHeader: c.header.Clone(),
 	})
 	if err != nil {
 		return nil, transportError(ctx, err)

@@ -80,6 +80,15 @@ func (c *Client) Providers(ctx context.Context) ([]shard.ProviderInfo, error) {
 	return out.Providers, err
 }
 
+// Scopes lists every scope that a token can carry.
+func (c *Client) Scopes(ctx context.Context) ([]shard.Scope, error) {
+	var out struct {
+		Scopes []shard.Scope `json:"scopes"`
+	}
+	err := c.do(ctx, call{method: http.MethodGet, path: "/v0/scopes"}, &out)
+	return out.Scopes, err
+}
+
 // Daemon reads the daemon's own state (local socket only).
 func (c *Client) Daemon(ctx context.Context) (*DaemonStatus, error) {
 	var out DaemonStatus

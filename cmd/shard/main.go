@@ -1,4 +1,4 @@
-// Command shard is the command line and, as `shard daemon`, the daemon.
+// Command shard is the command line, as `shard daemon` the daemon, and as `shard serve` its door to a network.
 package main
 
 import (
@@ -19,6 +19,7 @@ func main() {
 		Err:     os.Stderr,
 		Getenv:  os.Getenv,
 		Daemon:  runDaemon,
+		Serve:   serve,
 		Probe:   probe,
 	}
 	os.Exit(app.Main(context.Background(), os.Args[1:]))

@@ -11,7 +11,6 @@ import (
 	"io/fs"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -37,11 +36,15 @@ type App struct {
 	Getenv   func(string) string
 	// Daemon runs the daemon until ctx ends.
 	Daemon func(ctx context.Context, o DaemonOptions) error
+	// Serve runs shard serve until ctx ends.
+	Serve func(ctx context.Context, o ServeOptions) error
 	// Probe says what each isolation provider is worth on this host, without a daemon.
 	Probe func(ctx context.Context, root string) ([]shard.ProviderInfo, error)
 
-	root   string
+	root string
+	// remote is the value of --remote, target whom the command talks to: nil is the daemon's socket.
 	remote string
+	target *remote
 	// restore brings a terminal in raw mode back; whoever ends the process early calls it.
 	restore atomic.Pointer[func()]
 }
@@ -189,6 +192,9 @@ func (a *App) explain(cmd *cobra.Command, err error) string {
 
 // unreachable says why there is no daemon to talk to, and what to do.
 func (a *App) unreachable(e *client.DialError) string {
+	if a.target != nil {
+		return a.unreachableRemote(e)
+	}
 	command := "sudo shard daemon"
 	if a.root != DefaultRoot {
 		command = "sudo shard --root " + a.root + " daemon"
@@ -232,11 +238,6 @@ func optionName(f *pflag.Flag) string {
 		return "given"
 	}
 	return "--" + f.Name
-}
-
-// client makes the client of the daemon under the root.
-func (a *App) client() *client.Client {
-	return client.New(client.Options{Dial: client.Unix(filepath.Join(a.root, "shard.sock")), UserAgent: "shard-cli/" + a.Version})
 }
 
 // printable makes text that came from elsewhere safe for a terminal and one line: control characters show as escapes.

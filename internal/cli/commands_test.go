@@ -105,13 +105,13 @@ func TestRemoteIsRefused(t *testing.T) {
 	list := []string{"--root", d.root, "image", "list"}
 	t.Setenv("SHARD_REMOTE", "https://example.com")
 	app := func() *cli.App { return newApp(strings.NewReader(""), nil, nil) }
-	if got := runApp(t, app(), list...); got.code != 1 || !strings.Contains(got.errs, "SHARD_REMOTE is set, but this build talks to the daemon on this host only") {
+	if got := runApp(t, app(), list...); got.code != 1 || !strings.Contains(got.errs, "SHARD_REMOTE leads to another") {
 		t.Errorf("got %+v", got)
 	}
 	if got := runApp(t, app(), append([]string{"--remote", ""}, list...)...); got.code != 0 {
 		t.Errorf("an empty --remote forces the local socket: %+v", got)
 	}
-	if got := runApp(t, app(), append([]string{"--remote", "x"}, list...)...); got.code != 1 || !strings.Contains(got.errs, "--remote") {
+	if got := runApp(t, app(), append([]string{"--remote", "x"}, list...)...); got.code != 1 || !strings.Contains(got.errs, "--remote leads to another") {
 		t.Errorf("got %+v", got)
 	}
 	if got := runApp(t, app(), "daemon"); got.code != 1 || !strings.Contains(got.errs, "SHARD_REMOTE does not go with it") {

@@ -35,7 +35,7 @@ func (a *App) completeSandboxes(most int, fit func(*shard.Sandbox) bool) complet
 
 // sandboxNames asks the daemon; without one there is nothing to offer.
 func (a *App) sandboxNames(cmd *cobra.Command, given []string, fit func(*shard.Sandbox) bool) []string {
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeWithin)
+	ctx, cancel := context.WithTimeout(a.completing(cmd), completeWithin)
 	defer cancel()
 	list, err := a.client().AllSandboxes(ctx, true)
 	if err != nil {
@@ -71,7 +71,7 @@ func (a *App) completeImages(cmd *cobra.Command, args []string, _ string) ([]str
 	if len(args) > 0 {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeWithin)
+	ctx, cancel := context.WithTimeout(a.completing(cmd), completeWithin)
 	defer cancel()
 	images, err := a.client().Images(ctx)
 	if err != nil {
@@ -94,7 +94,7 @@ func familiar(ref string) string {
 }
 
 func (a *App) completeProviders(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeWithin)
+	ctx, cancel := context.WithTimeout(a.completing(cmd), completeWithin)
 	defer cancel()
 	providers, err := a.client().Providers(ctx)
 	if err != nil {

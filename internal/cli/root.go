@@ -29,7 +29,7 @@ func (a *App) rootCommand() *cobra.Command {
 	}
 	f := root.Flags()
 	f.StringVar(&a.root, "root", DefaultRoot, "data `DIR`ectory of the daemon, an absolute path")
-	f.StringVar(&a.remote, "remote", "", "`URL` of a remote shard (not in this build: only \"\", the local socket)")
+	f.StringVar(&a.remote, "remote", "", "`URL` of a shard serve to talk to instead of this host's daemon; \"\" is this host's, whatever the environment or a saved connection says")
 	version := f.Bool("version", false, "print the version of this program")
 	root.RunE = func(cmd *cobra.Command, args []string) error {
 		if *version {
@@ -43,6 +43,7 @@ func (a *App) rootCommand() *cobra.Command {
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.pullCommand(), a.imageCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
+		a.serveCommand(), a.tokensCommand(),
 	)
 	root.SetOut(a.Out)
 	root.SetErr(a.Err)
@@ -64,26 +65,16 @@ func strict(cmd *cobra.Command) {
 	}
 }
 
-// checkGlobals refuses global options that make no sense, or that this build cannot serve.
+// checkGlobals refuses global options that make no sense, and finds out whom the command talks to.
 func (a *App) checkGlobals(cmd *cobra.Command) error {
-	if !cmd.HasParent() || cmd.Parent().Name() == "completion" {
-		return nil // --version, help and completion scripts answer whatever the globals say
+	if !cmd.HasParent() || cmd.Parent().Name() == "completion" || cmd.Name() == cobra.ShellCompRequestCmd {
+		return nil // --version, help and completion answer whatever the globals say
 	}
 	if !filepath.IsAbs(a.root) {
 		return usagef("--root %s is not an absolute path", shard.Quote(a.root))
 	}
 	a.root = filepath.Clean(a.root)
-	remote, from := a.remote, "--remote"
-	if !cmd.Root().Flags().Changed("remote") {
-		remote, from = a.Getenv("SHARD_REMOTE"), "SHARD_REMOTE"
-	}
-	switch {
-	case remote == "":
-		return nil
-	case cmd.Name() == "daemon" && cmd.Parent() == cmd.Root():
-		return usagef("the daemon always serves its own host: %s does not go with it", from)
-	}
-	return fmt.Errorf("%s is set, but this build talks to the daemon on this host only: leave it away, or give --remote \"\"", from)
+	return a.useRemote(cmd)
 }
 
 // groupRun is what a command that only holds others does: help without arguments, else no such command.

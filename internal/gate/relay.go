@@ -121,7 +121,7 @@ func (c *conn) judge(h *head) (*shard.Route, *token.Grant, *shard.Error) {
 		}
 	}
 	if grant == nil {
-		return nil, nil, shard.Errorf(shard.CodeUnauthorized, "send a valid API key: Authorization: Bearer and the key")
+		return nil, nil, shard.Errorf(shard.CodeUnauthorized, "the API key is missing or not valid here")
 	}
 	route, _ := shard.MatchRoute(h.method, h.path())
 	switch {

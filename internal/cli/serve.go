@@ -1,0 +1,72 @@
+package cli
+
+import (
+	"context"
+	"errors"
+
+	"github.com/spf13/cobra"
+)
+
+// ServeOptions are the options of the serve command.
+type ServeOptions struct {
+	Root string
+	// Listen is HOST:PORT.
+	Listen string
+	// SigningKey is the file of the key of tokens; "" is the root's.
+	SigningKey string
+	// CertFile and KeyFile are PEM files; SelfSigned makes a certificate instead.
+	CertFile, KeyFile string
+	SelfSigned        bool
+	// Insecure allows an address that others can reach without TLS.
+	Insecure bool
+	// AllowHosts and AllowOrigins loosen the guard against web pages.
+	AllowHosts, AllowOrigins []string
+}
+
+func (a *App) serveCommand() *cobra.Command {
+	var o ServeOptions
+	cmd := &cobra.Command{
+		Use:   "serve [options]",
+		Short: "Serve the API to a network, for holders of a token",
+		Long: `Serve the daemon's API on a network address, to clients that send a token (shard tokens mint). A separate program beside
+the daemon, which needs no root: it must be able to read the signing key and the ledger of tokens, and to connect to
+the daemon's socket. For a user of the group shard:
+
+  sudo shard tokens mint --name first >/dev/null
+  cd /var/lib/shard && sudo chgrp -R shard auth && sudo chmod 2750 auth && sudo chmod 0640 auth/signing-key
+
+Ends at SIGINT or SIGTERM, after requests under way; SIGHUP reads the certificate again.
+
+A request from a web page (with an Origin header), or for a host name that is neither the address listened on, nor this
+machine's loopback, nor in the certificate, is refused: otherwise a page in a browser near this server could call it.
+Behind a proxy that passes the client's Host on, name that host with --allow-host.`,
+		Example: `  shard serve
+  shard serve --listen 0.0.0.0:7850 --tls-cert /etc/shard/cert.pem --tls-key /etc/shard/key.pem`,
+		Args: arguments(0, 0, ""),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			o.Root = a.root
+			return a.serve(cmd.Context(), o)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&o.Listen, "listen", "127.0.0.1:7850", "`HOST:PORT` to listen on")
+	f.StringVar(&o.CertFile, "tls-cert", "", "PEM `FILE` of the server's certificate and those that lead to its authority; read again when it changes")
+	f.StringVar(&o.KeyFile, "tls-key", "", "PEM `FILE` of the certificate's key")
+	f.BoolVar(&o.SelfSigned, "tls-self-signed", false, "TLS under an authority of this server's own; clients set SHARD_CA_FILE to a copy of its ca.crt")
+	f.BoolVar(&o.Insecure, "insecure", false, "serve without TLS on an address that others can reach")
+	f.StringArrayVar(&o.AllowHosts, "allow-host", nil, "`HOST` name that this server goes by; may be repeated")
+	f.StringArrayVar(&o.AllowOrigins, "allow-origin", nil, "`ORIGIN` (https://host) of web pages that may call; may be repeated")
+	signingKeyFlag(cmd, &o.SigningKey)
+	return cmd
+}
+
+func (a *App) serve(ctx context.Context, o ServeOptions) error {
+	if a.Serve == nil {
+		return errors.New("this build has no shard serve")
+	}
+	err := a.Serve(ctx, o)
+	if errors.Is(err, context.Canceled) || errors.Is(err, errInterrupted) {
+		return nil // asked to end, and did
+	}
+	return err
+}
