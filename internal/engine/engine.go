@@ -93,6 +93,8 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		e.Close()
 		return nil, err
 	}
+	e.wg.Go(func() { e.ListProviders(e.ctx) }) // the first create need not wait for the probes
+	e.wg.Go(e.restartLoop)
 	return e, nil
 }
 
@@ -133,6 +135,8 @@ type record struct {
 	Intent string `json:"intent,omitempty"`
 	// Prepared says that the files have been started once.
 	Prepared bool `json:"prepared,omitempty"`
+	// OOMInARow counts the kills for want of memory without steady running in between.
+	OOMInARow int `json:"oom_in_a_row,omitempty"`
 	// StoppedByUser says that a stop, not a death, ended it.
 	StoppedByUser bool `json:"stopped_by_user,omitempty"`
 }
@@ -269,7 +273,7 @@ func (e *Engine) drop(sb *sandbox) {
 	}
 }
 
-// List returns the records in the order of their ids, stopped ones only when all is set, and a warning for each record
+// List returns the records in the order of their ids, stopped ones only when all is set or a start of them is due, and a warning for each record
 // that cannot be read.
 func (e *Engine) List(all bool) ([]shard.Sandbox, []string) {
 	e.mu.Lock()
@@ -281,7 +285,7 @@ func (e *Engine) List(all bool) ([]shard.Sandbox, []string) {
 	e.mu.Unlock()
 	out := make([]shard.Sandbox, 0, len(sandboxes))
 	for _, sb := range sandboxes {
-		if s := sb.record().Sandbox; all || s.State != shard.StateStopped {
+		if s := sb.record().Sandbox; all || s.State != shard.StateStopped || restartDue(&s) {
 			out = append(out, s)
 		}
 	}

@@ -113,6 +113,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	if err := sb.update(func(r *record) {
 		now := time.Now().UTC().Truncate(time.Microsecond)
 		*r = *rec
+		callOff(r)
 		r.Handle, r.Intent, r.Prepared, r.StoppedByUser = inst.Handle(), "", true, false
 		r.Sandbox.State, r.Sandbox.StoppedReason, r.Sandbox.StartedAt = shard.StateRunning, "", &now
 	}); err != nil {
@@ -305,15 +306,9 @@ const (
 func ended(exit provider.Exit) func(*record) {
 	return func(r *record) {
 		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateStopped, reasonDied, nil, ""
-		if !exit.OOM {
-			return
+		if exit.OOM {
+			oomKilled(r, time.Now().UTC().Truncate(time.Microsecond))
 		}
-		kills := 1
-		if r.Sandbox.OOM != nil {
-			kills += r.Sandbox.OOM.Kills
-		}
-		r.Sandbox.OOM = &shard.OOM{Kills: kills, KilledAt: time.Now().UTC().Truncate(time.Microsecond)}
-		r.Sandbox.StoppedReason = reasonOOM
 	}
 }
 
@@ -352,6 +347,11 @@ func (e *Engine) deleteFiles(sb *sandbox) error {
 
 // Start starts a stopped sandbox with the files it kept.
 func (e *Engine) Start(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	return e.start(ctx, ref, nil)
+}
+
+// start is Start, if the sandbox still fits when its turn has come; nil fits any.
+func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox) bool) (*shard.Sandbox, error) {
 	sb, err := e.find(ref)
 	if err != nil {
 		return nil, err
@@ -363,6 +363,9 @@ func (e *Engine) Start(ctx context.Context, ref string) (*shard.Sandbox, error) 
 	defer unlock()
 	ctx = context.WithoutCancel(ctx)
 	rec := *sb.record()
+	if fits != nil && !fits(&rec.Sandbox) {
+		return &rec.Sandbox, nil
+	}
 	p, err := e.provider(ctx, rec.Sandbox.Provider)
 	if err != nil {
 		return nil, err
@@ -397,6 +400,9 @@ func (e *Engine) Stop(ctx context.Context, ref string) (*shard.Sandbox, error) {
 			return &s, nil
 		}
 		// It had just come up: then this is a stop like any other.
+	}
+	if restartDue(&sb.record().Sandbox) {
+		return e.stopDue(ctx, sb)
 	}
 	unlock, err := sb.lock(ctx, shard.VerbStop)
 	if err != nil {
