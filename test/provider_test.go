@@ -17,13 +17,14 @@ import (
 	"github.com/useshards/shard/internal/testenv"
 )
 
-// TestCase109: out of memory ends the whole sandbox and says so; it starts again with its files.
+// TestCase109: out of memory ends the whole sandbox and says so; the daemon starts it again with its files.
 func TestCase109(t *testing.T) {
 	t.Parallel()
 	d := start(t)
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--memory", "64MiB")
 		sh(t, d, id, "echo kept >/kept; sync")
+		first := *inspect(t, d, id).StartedAt
 		// awk doubles a string until the bound is far behind.
 		eat := d.Command("exec", id, "awk", `BEGIN { s = "0123456789abcdef"; while (1) s = s s }`)
 		begin := time.Now()
@@ -37,15 +38,29 @@ func TestCase109(t *testing.T) {
 			got = inspect(t, d, id)
 			return got.OOM != nil && got.OOM.Kills >= 1, fmt.Sprintf("%+v", got)
 		})
-		if got.State != shard.StateStopped || !strings.Contains(got.StoppedReason, "ran out of memory") {
-			t.Errorf("the sandbox is %s, %q", got.State, got.StoppedReason)
+		if got.State == shard.StateStopped && !strings.Contains(got.StoppedReason, "ran out of memory") {
+			t.Errorf("the reason is %q", got.StoppedReason)
 		}
-		refused(t, d.Shard("exec", id, "true"), "start")
-		d.Must("start", id)
+		testenv.Eventually(t, "the daemon starts it again", func() (bool, string) {
+			got = inspect(t, d, id)
+			return got.State == shard.StateRunning && got.StartedAt.After(first), fmt.Sprintf("%+v", got)
+		})
 		if got := sh(t, d, id, "cat /kept"); got != "kept" {
-			t.Errorf("after the start: %q", got)
+			t.Errorf("after the restart: %q", got)
+		}
+		// A second kill soon after waits longer; meanwhile it is listed, and stop calls the start off.
+		_ = testenv.Run(t, d.Command("exec", id, "awk", `BEGIN { s = "0123456789abcdef"; while (1) s = s s }`))
+		testenv.Eventually(t, "a restart is due", func() (bool, string) {
+			got = inspect(t, d, id)
+			return got.State == shard.StateStopped && got.OOM != nil && got.OOM.RestartAt != nil, fmt.Sprintf("%+v", got)
+		})
+		if out := d.Must("list"); !strings.Contains(out, id) {
+			t.Errorf("list hides a sandbox whose restart is due: %q", out)
 		}
 		d.Must("stop", id)
+		if got := inspect(t, d, id); got.State != shard.StateStopped || got.OOM != nil && got.OOM.RestartAt != nil {
+			t.Errorf("stop did not call the restart off: %+v", got)
+		}
 		d.Must("remove", id)
 	})
 }
