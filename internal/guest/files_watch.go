@@ -58,11 +58,11 @@ func (w *Watcher) Next() ([]shard.FileEvent, error) {
 	var events []shard.FileEvent
 	for {
 		line, err := w.lines.ReadSlice('\n')
-		if err != nil && (err != io.EOF || len(line) > 0) && err != bufio.ErrBufferFull {
-			return nil, err
-		}
-		if err == io.EOF && len(line) == 0 {
+		switch {
+		case err == io.EOF && len(line) == 0:
 			return nil, io.EOF
+		case err != nil && err != io.EOF && err != bufio.ErrBufferFull:
+			return nil, err
 		}
 		var e shard.FileEvent
 		if err != nil || json.Unmarshal(line, &e) != nil || !w.valid(&e) {
