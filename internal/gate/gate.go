@@ -65,7 +65,9 @@ type Gate struct {
 	listener *net.TCPListener
 	tls      *tls.Config
 	certs    certificates
+	// total bounds the connections in all, patience is headTime but in tests.
 	total    int
+	patience time.Duration
 
 	wg sync.WaitGroup // the connections
 
@@ -109,7 +111,7 @@ func Listen(o Options) (_ *Gate, err error) {
 	if keyFile == "" {
 		keyFile = token.DefaultKeyFile(o.Root)
 	}
-	g := &Gate{o: o, socket: filepath.Join(o.Root, "shard.sock"), conns: make(map[*conn]struct{}), pending: make(map[netip.Prefix]int)}
+	g := &Gate{o: o, socket: filepath.Join(o.Root, "shard.sock"), patience: headTime, conns: make(map[*conn]struct{}), pending: make(map[netip.Prefix]int)}
 	if g.book, err = token.Open(keyFile, o.SigningKey == ""); err != nil {
 		return nil, err
 	}
@@ -266,6 +268,7 @@ func (g *Gate) leave(c *conn) {
 func (g *Gate) patrol(end <-chan struct{}) {
 	tick := time.NewTicker(patrol)
 	defer tick.Stop()
+	defer g.reportTurned()
 	var problem string
 	for {
 		select {
@@ -287,17 +290,24 @@ func (g *Gate) patrol(end <-chan struct{}) {
 				fallen = append(fallen, c)
 			}
 		}
-		turned := g.turned
-		g.turned = 0
 		g.mu.Unlock()
 		for _, c := range fallen {
 			if c.abort() {
 				g.o.Log.Info("connection ended: its token is no longer good", "subject", c.grant.Name)
 			}
 		}
-		if turned > 0 {
-			g.o.Log.Warn("connections were closed: too many", "count", turned, "most", g.total, "most_without_token", maxPending)
-		}
+		g.reportTurned()
+	}
+}
+
+// reportTurned logs how many connections a limit has ended: one line for all, or a flood would fill the log.
+func (g *Gate) reportTurned() {
+	g.mu.Lock()
+	turned := g.turned
+	g.turned = 0
+	g.mu.Unlock()
+	if turned > 0 {
+		g.o.Log.Warn("connections were closed: too many", "count", turned, "most", g.total, "most_without_token", maxPending)
 	}
 }
 

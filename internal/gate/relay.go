@@ -36,7 +36,7 @@ func (c *conn) serve() {
 	log := c.gate.o.Log.With("remote", c.raw.RemoteAddr().String())
 	start := time.Now()
 	defer c.raw.Close()
-	_ = c.raw.SetDeadline(start.Add(headTime))
+	_ = c.raw.SetDeadline(start.Add(c.gate.patience))
 	if c.gate.tls != nil {
 		t := tls.Server(c.raw, c.gate.tls)
 		if err := t.Handshake(); err != nil {
