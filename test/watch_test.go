@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -19,6 +21,7 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/client"
+	"github.com/useshards/shard/internal/guest"
 	"github.com/useshards/shard/internal/testenv"
 )
 
@@ -173,6 +176,40 @@ func TestWatch(t *testing.T) {
 			}
 			t.Logf("overflow after %d events", told)
 			w.around(t, d, id, "true") // goes on
+		})
+
+		t.Run("session lost", func(t *testing.T) {
+			sockets, _ := filepath.Glob(filepath.Join(d.Root, "sandboxes", id, "agent.sock"))
+			if len(sockets) != 1 {
+				t.Skipf("the agent of provider %s has no socket to take the daemon's place at", provider)
+			}
+			sh(t, d, id, "mkdir /lost")
+			w := watching(t, c, id, "/lost", true)
+			var file struct {
+				Record struct {
+					Token []byte `json:"token"`
+				} `json:"record"`
+			}
+			raw, err := os.ReadFile(filepath.Join(d.Root, "sandboxes", id, "sandbox.json"))
+			if err != nil || json.Unmarshal(raw, &file) != nil || len(file.Record.Token) != guest.TokenSize {
+				t.Fatalf("the record's token: %v", err)
+			}
+			conn, err := net.Dial("unix", sockets[0])
+			if err != nil {
+				t.Fatal(err)
+			}
+			session, err := guest.Connect(t.Context(), conn, [guest.TokenSize]byte(file.Record.Token))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer session.Close()
+			if e := w.next(t); e.Type != shard.FileOverflow || e.Path != "/lost" {
+				t.Errorf("after the session was lost: %+v", e)
+			}
+			sh(t, d, id, "touch /lost/f")
+			if e := w.next(t); e.Path != "/lost/f" || e.Type != shard.FileCreated {
+				t.Errorf("in the next session: %+v", e)
+			}
 		})
 
 		t.Run("stop and remove", func(t *testing.T) {

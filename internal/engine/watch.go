@@ -62,7 +62,7 @@ func (f *FileWatch) Next() ([]shard.FileEvent, error) {
 		return nil, io.EOF
 	case f.ctx.Err() != nil:
 		return nil, f.ctx.Err()
-	case f.session.Err() == nil:
+	case !errors.Is(err, guest.ErrLost) && f.session.Err() == nil: // a session that is being closed has no Err yet
 		return nil, err
 	}
 	return f.again()
