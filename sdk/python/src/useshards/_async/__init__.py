@@ -1,0 +1,1 @@
+"""The client for asyncio. The one for threads is generated from it."""
