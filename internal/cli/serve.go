@@ -35,7 +35,8 @@ the daemon's socket. For a user of the group shard:
   sudo shard tokens mint --name first >/dev/null
   cd /var/lib/shard && sudo chgrp -R shard auth && sudo chmod 2750 auth && sudo chmod 0640 auth/signing-key
 
-Ends at SIGINT or SIGTERM, after requests under way; SIGHUP reads the certificate again.
+--tls-self-signed makes its authority in auth/tls below the root at the first start: let root make that one, or the user
+write there. Ends at SIGINT or SIGTERM, after requests under way; SIGHUP reads the certificate again.
 
 A request from a web page (with an Origin header), or for a host name that is neither the address listened on, nor this
 machine's loopback, nor in the certificate, is refused: otherwise a page in a browser near this server could call it.

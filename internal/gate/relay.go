@@ -98,7 +98,7 @@ func (c *conn) serve() {
 		r.status = http.StatusBadGateway
 		c.badGateway(h)
 	}
-	log.Info("request", "status", r.status, "took", time.Since(start).Round(time.Millisecond))
+	log.Info("request", "status", r.status, "ms", time.Since(start).Milliseconds())
 }
 
 func routeName(r *shard.Route) string {
