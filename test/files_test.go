@@ -83,7 +83,7 @@ func TestCase026(t *testing.T) {
 	})
 }
 
-// TestCase029: a folder survives the round trip, or its loss is documented (docs/files.md).
+// TestCase029: a folder survives the round trip, or its loss is documented (docs/commands.md).
 func TestCase029(t *testing.T) {
 	t.Parallel()
 	d := start(t)

@@ -360,7 +360,7 @@ func TestCase040(t *testing.T) {
 			sh(t, d, id, "mkdir a/b && echo y >a/b/bar && rm -r c && mkdir c")
 			d.Must("stop", id)
 			d.Must("start", id)
-			if got := sh(t, d, id, "cd / && find a c | sort | tr '\\n' ' '"); got != "a a/b a/b/bar a/new c" {
+			if got := sh(t, d, id, "cd / && find a c | sort | tr '\\n' ' '"); got != "a a/b a/b/bar a/new c " {
 				t.Errorf("%s after changes holds %q", ref, got)
 			}
 		}

@@ -313,8 +313,8 @@ func TestCase118(t *testing.T) {
 	})
 }
 
-// TestImageSettings is case 47: settings of images, and poor images.
-func TestImageSettings(t *testing.T) {
+// TestCase047: settings of images, and poor images.
+func TestCase047(t *testing.T) {
 	t.Parallel()
 	d := start(t)
 	busybox := testenv.BusyboxEntries(t)
