@@ -109,6 +109,28 @@ type Process struct {
 	Status  ProcessStatus `json:"status"`
 }
 
+// The states of a named process. The host writes ProcessStopped, for a sandbox that went down under the process; the
+// supervisor in the sandbox knows the others.
+const (
+	ProcessRunning    = "running"
+	ProcessRestarting = "restarting"
+	ProcessExited     = "exited"
+	ProcessKilled     = "killed"
+	ProcessGaveUp     = "gave-up"
+	ProcessStopped    = "stopped"
+)
+
+// The restart policies of a named process.
+const (
+	RestartNo            = "no"
+	RestartOnFailure     = "on-failure"
+	RestartAlways        = "always"
+	RestartUnlessStopped = "unless-stopped"
+)
+
+// MaxProcesses is how many named processes a sandbox has at most.
+const MaxProcesses = 16
+
 // ProcessStatus is where a named process stands.
 type ProcessStatus struct {
 	State     string      `json:"state"`
@@ -116,6 +138,9 @@ type ProcessStatus struct {
 	Exit      *ExitStatus `json:"exit,omitempty"`
 	StartedAt *time.Time  `json:"started_at,omitempty"`
 }
+
+// Live says whether the process runs or will run again.
+func (s *ProcessStatus) Live() bool { return s.State == ProcessRunning || s.State == ProcessRestarting }
 
 // RestartSpec says when the supervisor starts a process again. Backoff is in seconds, 0 to 60.
 type RestartSpec struct {
@@ -143,6 +168,31 @@ type EffectiveRule struct {
 	ID      string `json:"id"`
 	Implied string `json:"implied,omitempty"`
 	Rule
+}
+
+// Policy is a named list of egress rules, of which the first that matches decides.
+type Policy struct {
+	Name  string `json:"name"`
+	Rules []Rule `json:"rules"`
+}
+
+// PolicyView is a Policy with what follows from it. DNS is open or closed; Holders are the sandboxes that have it.
+type PolicyView struct {
+	Policy
+	DNS     string   `json:"dns"`
+	Holders []string `json:"holders,omitempty"`
+}
+
+// The values of PolicyView.DNS: whether a sandbox with the policy can look up any name.
+const (
+	DNSOpen   = "open"
+	DNSClosed = "closed"
+)
+
+// PolicyRule is a rule as a person writes it: an action, allow or deny, and `DEST [tcp|udp[:PORTS]]`.
+type PolicyRule struct {
+	Action string `json:"action"`
+	Rule   string `json:"rule"`
 }
 
 // Image is the record of an image on the host. Size is in bytes.
@@ -231,6 +281,17 @@ type ExecRequest struct {
 	TTY     bool     `json:"tty,omitempty"`
 	Size    *Size    `json:"size,omitempty"`
 	Attach  bool     `json:"attach,omitempty"`
+}
+
+// RunRequest asks for a named process in a running sandbox. Name is the base name of the program when nil, Restart is
+// unless-stopped when nil.
+type RunRequest struct {
+	Command []string     `json:"command"`
+	Name    *string      `json:"name,omitempty"`
+	Env     []string     `json:"env,omitempty"`
+	Workdir string       `json:"workdir,omitempty"`
+	User    string       `json:"user,omitempty"`
+	Restart *RestartSpec `json:"restart,omitempty"`
 }
 
 // Progress is one step of a pull, as create and pull report it (contract §3.4).
