@@ -33,7 +33,9 @@ the daemon, which needs no root: it must be able to read the signing key and the
 the daemon's socket. For a user of the group shard:
 
   sudo shard tokens mint --name first >/dev/null
-  cd /var/lib/shard && sudo chgrp -R shard auth && sudo chmod 2750 auth && sudo chmod 0640 auth/signing-key
+  sudo chgrp -R shard /var/lib/shard/auth
+  sudo chmod 2750 /var/lib/shard/auth
+  sudo chmod 0640 /var/lib/shard/auth/signing-key
 
 --tls-self-signed makes its authority in auth/tls below the root at the first start: let root make that one, or the user
 write there. Ends at SIGINT or SIGTERM, after requests under way; SIGHUP reads the certificate again.

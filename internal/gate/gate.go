@@ -391,7 +391,7 @@ func (g *Gate) hostAllowed(c *conn, hostport string) bool {
 		}
 	}
 	listen, _, _ := net.SplitHostPort(g.o.Listen)
-	if host == "localhost" || host != "" && strings.EqualFold(host, listen) {
+	if host == "localhost" || host != "" && strings.EqualFold(host, listen) && !g.unspecified() {
 		return true
 	}
 	for _, allowed := range g.o.AllowHosts {
@@ -402,6 +402,9 @@ func (g *Gate) hostAllowed(c *conn, hostport string) bool {
 	// A browser takes our certificate for no other name than its own.
 	return g.certs != nil && host != "" && g.certs.covers(host)
 }
+
+// unspecified says whether all addresses of this host are listened on.
+func (g *Gate) unspecified() bool { return g.listener.Addr().(*net.TCPAddr).IP.IsUnspecified() }
 
 // hostname is a host without port and brackets.
 func hostname(hostport string) string {

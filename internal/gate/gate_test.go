@@ -284,7 +284,7 @@ func TestGuards(t *testing.T) {
 		{"127.0.0.1:7850", "", 200}, {"localhost", "", 200}, {"LOCALHOST:1", "", 200}, {"[::1]:80", "", 200}, {"127.1.2.3", "", 200},
 		{"shard.example.com", "", 200}, {"Shard.Example.com:443", "", 200},
 		{"evil.example.com", "", 403}, {"evil.example.com:7850", "", 403}, {"localhost.evil.example.com", "", 403}, {"", "", 403},
-		{"10.0.0.1", "", 403}, {"127.0.0.1.evil.example.com", "", 403}, {"[::2]", "", 403},
+		{"10.0.0.1", "", 403}, {"0.0.0.0", "", 403}, {"127.0.0.1.evil.example.com", "", 403}, {"[::2]", "", 403},
 		{"localhost", "https://console.example.com", 200}, {"localhost", "https://evil.example.com", 403}, {"localhost", "null", 403},
 		{"localhost", "http://localhost:7850", 403}, {"localhost", "http://console.example.com", 403}, {"localhost", "https://console.example.com.evil", 403},
 	} {
@@ -356,16 +356,16 @@ func TestHalfClosed(t *testing.T) {
 		t.Errorf("after half of the body: %+v", got)
 	}
 	// The daemon answers before it has read the body: the client gets that answer, whatever it still has to send.
-	conn = r.dial("127.0.0.1")
+	early := r.dial("127.0.0.1")
 	go func() {
-		_, _ = io.WriteString(conn, request("PUT", "/v0/sandboxes/early/files?path=/a", text, fmt.Sprintf("Content-Length: %d", 8*len(big))))
+		_, _ = io.WriteString(early, request("PUT", "/v0/sandboxes/early/files?path=/a", text, fmt.Sprintf("Content-Length: %d", 8*len(big))))
 		for range 8 {
-			if _, err := io.WriteString(conn, big); err != nil {
+			if _, err := io.WriteString(early, big); err != nil {
 				return
 			}
 		}
 	}()
-	if got := r.raw(conn, ""); got == nil || got.status != 413 || got.body != "too much" {
+	if got := r.raw(early, ""); got == nil || got.status != 413 || got.body != "too much" {
 		t.Errorf("answered early: %+v", got)
 	}
 	// A client that goes away ends the request at the daemon.
@@ -526,8 +526,7 @@ func TestCase140RoughClients(t *testing.T) {
 
 // TestSlowHead: a head that takes too long ends the connection, however steadily its bytes come.
 func TestSlowHead(t *testing.T) {
-	r := newRig(t, Options{})
-	r.gate.patience = 300 * time.Millisecond
+	r := newRig(t, Options{}, func(g *Gate) { g.patience = 300 * time.Millisecond })
 	conn := r.dial("127.0.0.1")
 	closed := make(chan struct{})
 	go func() { defer close(closed); _, _ = io.Copy(io.Discard, conn) }()
@@ -547,13 +546,11 @@ func TestSlowHead(t *testing.T) {
 
 // TestTotalLimit: known clients count against the bound of all.
 func TestTotalLimit(t *testing.T) {
-	r := newRig(t, Options{})
-	r.gate.mu.Lock()
-	r.gate.total = 3
-	r.gate.mu.Unlock()
+	r := newRig(t, Options{}, func(g *Gate) { g.total = 3 })
 	text := r.mint(0)
+	var streams []*websocket.Conn
 	for range 3 {
-		r.stream(text)
+		streams = append(streams, r.stream(text))
 	}
 	if conn, err := net.Dial("tcp", r.addr()); err == nil { // the reset can come before
 		if got := r.raw(conn, request("GET", "/v0/version", text)); got != nil {
@@ -561,11 +558,18 @@ func TestTotalLimit(t *testing.T) {
 		}
 		conn.Close()
 	}
-	r.gate.mu.Lock()
-	r.gate.total = 4
-	r.gate.mu.Unlock()
-	if got := r.ask("GET", "/v0/version", text); got == nil || got.status != 200 {
-		t.Errorf("under the bound again: %+v", got)
+	_ = streams[0].CloseNow()
+	for deadline := time.Now().Add(wait); ; time.Sleep(10 * time.Millisecond) {
+		if conn, err := net.Dial("tcp", r.addr()); err == nil {
+			got := r.raw(conn, request("GET", "/v0/version", text))
+			conn.Close()
+			if got != nil && got.status == 200 {
+				break
+			}
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("under the bound again, and still not served")
+		}
 	}
 	if n := connectionLimit(); n < minTotal {
 		t.Errorf("the bound is %d", n)
@@ -592,5 +596,22 @@ func TestClientGoesBeforeStream(t *testing.T) {
 	case <-seen[0].Context().Done():
 	case <-time.After(wait):
 		t.Error("the daemon does not learn that the client has gone")
+	}
+}
+
+// TestEveryAddress: a gate on all addresses goes by the one that was called, not by the name for all.
+func TestEveryAddress(t *testing.T) {
+	r := newRig(t, Options{Listen: "0.0.0.0:0", Insecure: true})
+	text := r.mint(0)
+	_, port, _ := net.SplitHostPort(r.addr())
+	for host, status := range map[string]int{"0.0.0.0": 403, "127.0.0.9": 200, "192.0.2.1": 403} {
+		conn, err := net.Dial("tcp", net.JoinHostPort("127.0.0.9", port))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := r.raw(conn, "GET /v0/version HTTP/1.1\r\nHost: "+host+"\r\nAuthorization: Bearer "+text+"\r\n\r\n"); got == nil || got.status != status {
+			t.Errorf("host %s: %+v", host, got)
+		}
+		conn.Close()
 	}
 }

@@ -298,7 +298,9 @@ func statusOf(p []byte) int {
 	return http.StatusOK
 }
 
-// move reads until the end of file and gives each piece on.
+// move reads until the end of file and gives each piece on. splice(2), which io.Copy would use between these sockets, saves
+// a tenth of the processor time, but holds a pipe in each direction for as long as a stream is open: four descriptors
+// more, where the bound of connections counts two. It also has no place for a deadline of each write.
 func move(from net.Conn, to func([]byte) error) error {
 	buf := make([]byte, smallBuffer)
 	for {

@@ -59,7 +59,7 @@ func (b *lockedBuffer) String() string {
 	return b.buf.String()
 }
 
-func newRig(t *testing.T, o Options) *rig {
+func newRig(t *testing.T, o Options, tune ...func(*Gate)) *rig {
 	t.Helper()
 	r := &rig{t: t, root: t.TempDir(), release: make(chan struct{})}
 	var err error
@@ -81,6 +81,9 @@ func newRig(t *testing.T, o Options) *rig {
 	}
 	if r.gate, err = Listen(o); err != nil {
 		t.Fatal(err)
+	}
+	for _, f := range tune {
+		f(r.gate)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
