@@ -26,7 +26,7 @@ var house = map[string]room{
 	"": {},
 
 	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}, theirs: []string{"github.com/spf13/"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/hostfs", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/hostfs", "internal/policy", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
 	"client":         {ours: []string{"", "internal/stream"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
 	"cmd/shard-init": {ours: []string{"", "internal/guest", "internal/guest/agent"}, theirs: []string{"golang.org/x/sys/"}},
 
@@ -38,7 +38,8 @@ var house = map[string]room{
 		theirs: []string{"golang.org/x/"}},
 	"internal/api": {ours: []string{"", "internal/engine", "internal/stream", "internal/guest", "internal/image"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/"}},
 	"internal/engine": {ours: []string{"", "internal/store", "internal/stream", "internal/image", "internal/rootfs", "internal/netns",
-		"internal/cgroup", "internal/provider", "internal/guest"}, theirs: []string{"golang.org/x/"}},
+		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy"}, theirs: []string{"golang.org/x/"}},
+	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
 	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 

@@ -55,6 +55,14 @@ var Routes = []Route{
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path", "user"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path"}},
 
+	{Method: "PUT", Path: "/v0/sandboxes/{id}/policy", Scope: "policy:*"},
+	{Method: "DELETE", Path: "/v0/sandboxes/{id}/policy", Scope: "policy:*"},
+
+	{Method: "GET", Path: "/v0/policies", Scope: "policy:*", Query: []string{"limit", "cursor"}},
+	{Method: "GET", Path: "/v0/policies/{name}", Scope: "policy:*"},
+	{Method: "PUT", Path: "/v0/policies/{name}", Scope: "policy:*"},
+	{Method: "DELETE", Path: "/v0/policies/{name}", Scope: "policy:*"},
+
 	{Method: "GET", Path: "/v0/daemon", Local: true},
 	{Method: "GET", Path: "/v0/images", Local: true, Query: []string{"limit", "cursor"}},
 	{Method: "POST", Path: "/v0/images/pull", Local: true},

@@ -13,7 +13,7 @@ func TestEveryRouteMatchesItself(t *testing.T) {
 			t.Errorf("%s is there twice", r.Name())
 		}
 		seen[r.Name()] = true
-		path := strings.NewReplacer("{id}", "web", "{exec}", "abc", "{ref...}", "index.docker.io/library/alpine:3").Replace(r.Path)
+		path := strings.NewReplacer("{id}", "web", "{exec}", "abc", "{name}", "web", "{ref...}", "index.docker.io/library/alpine:3").Replace(r.Path)
 		got, params := MatchRoute(r.Method, path)
 		if got != r {
 			t.Errorf("%s matches %v", r.Name(), got)

@@ -157,8 +157,6 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		return nil, nil, shard.Invalidf("image is missing: name the image to make the sandbox from")
 	case len(req.Secrets) > 0:
 		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no secrets: create the sandbox without them")
-	case req.Policy != "":
-		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no network policies: create the sandbox without one")
 	case len(req.Ports) > 0:
 		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version forwards no ports: create the sandbox without them")
 	}
@@ -168,6 +166,14 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		}
 	}
 	if err := shard.CheckEnv(req.Env); err != nil {
+		return nil, nil, err
+	}
+	release, err := e.holdPolicy(req.Policy)
+	if err != nil {
+		return nil, nil, err
+	}
+	release() // claim looks again
+	if err := e.enforceable(&shard.Sandbox{Policy: req.Policy}); err != nil {
 		return nil, nil, err
 	}
 	if err := checkWorkdir(req.Workdir); err != nil {
@@ -189,7 +195,7 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 	_, _ = rand.Read(token)
 	return &record{
 		Sandbox: shard.Sandbox{Name: req.Name, Image: ref, Provider: p.Name(), State: shard.StatePending,
-			Resources: resources, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
+			Policy: req.Policy, Resources: resources, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
 		Env: req.Env, Workdir: req.Workdir, User: req.User, Token: token,
 	}, p, nil
 }
@@ -252,6 +258,11 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 
 // claim takes an id and the name, stores the pending record and makes it visible, with a job on it.
 func (e *Engine) claim(rec *record) (*sandbox, error) {
+	release, err := e.holdPolicy(rec.Sandbox.Policy)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	e.mu.Lock()
 	if name := rec.Sandbox.Name; name != "" {
 		if _, taken := e.names[name]; taken {
@@ -274,7 +285,7 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	sb := e.newSandbox(id, rec)
 	sb.job = &job{done: make(chan struct{})}
 	sb.verb <- struct{}{} // the job's
-	err := e.records.Put(id, rec)
+	err = e.records.Put(id, rec)
 	if err == nil {
 		e.add(sb)
 	}

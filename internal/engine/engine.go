@@ -6,10 +6,12 @@
 // # Locks, in the order in which they may be taken
 //
 //	sandbox.verb   one verb at a time per sandbox; held over slow work; waits end with the caller's context
+//	policies.change
+//	               a policy changes, or a sandbox gets one; held over the write of a record and over its enforcement
 //	Engine.mu      the maps of sandboxes and names
 //	sandbox.mu     what runs in one sandbox: the live machine, its commands
 //
-// No lock but the first is held over I/O. Records are read without any: they are replaced, never changed.
+// No lock but the first two is held over I/O. Records are read without any: they are replaced, never changed.
 package engine
 
 import (
@@ -50,13 +52,16 @@ type Config struct {
 	Cgroups   *cgroup.Manager
 	// Nameservers are the addresses that a sandbox without a policy asks.
 	Nameservers []string
-	Log         *slog.Logger
+	// Enforcer keeps sandboxes to their policies; nil while there is none.
+	Enforcer Enforcer
+	Log      *slog.Logger
 }
 
 // Engine runs the sandboxes under one root.
 type Engine struct {
 	Config
-	records *store.Records[record]
+	records  *store.Records[record]
+	policies *policies
 
 	ctx    context.Context // ends background work
 	cancel context.CancelFunc
@@ -89,6 +94,10 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	e := &Engine{Config: cfg, records: records, sandboxes: make(map[string]*sandbox), names: make(map[string]string),
 		probes: make(map[string]provider.Report)}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
+	if e.policies, err = e.openPolicies(); err != nil {
+		e.Close()
+		return nil, err
+	}
 	if err := e.reconcile(ctx); err != nil {
 		e.Close()
 		return nil, err
@@ -305,7 +314,8 @@ func (e *Engine) Inspect(ctx context.Context, ref string, wait bool) (*shard.Ins
 			return nil, ctx.Err()
 		}
 	}
-	return &shard.Inspection{Sandbox: sb.record().Sandbox}, nil
+	s := sb.record().Sandbox
+	return &shard.Inspection{Sandbox: s, Egress: e.egress(&s)}, nil
 }
 
 // ImageHolders names the sandboxes that were made from the image of this digest.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -44,6 +45,9 @@ func (sb *sandbox) spec(rec *record) provider.Spec {
 // boot prepares root and network, starts the machine, greets the agent, and stores rec as running. The caller holds the
 // verb lock; rec is the record to be, not yet stored. On failure everything is undone.
 func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec *record, img *image.Image) (err error) {
+	if err := e.enforceable(&rec.Sandbox); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
 	var undo undo
@@ -60,7 +64,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	}()
 	e.wg.Go(e.Cgroups.Warm)
 	spec := sb.spec(rec)
-	var address string
+	var address netip.Addr
 	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })
 	undo.push(func(ctx context.Context) error { return e.Net.Detach(ctx, sb.id) })
 	g, prepare := errgroup.WithContext(ctx)
@@ -81,11 +85,15 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	g.Go(func() error {
 		att, err := e.Net.Attach(prepare, sb.id)
 		if err == nil {
-			spec.Netns, address = att.Netns, att.Addr.String()
+			spec.Netns, address = att.Netns, att.Addr
 		}
 		return err
 	})
 	if err := g.Wait(); err != nil {
+		return err
+	}
+	undo.push(func(ctx context.Context) error { return e.unenforce(ctx, sb.id) })
+	if err := e.enforce(ctx, &rec.Sandbox, address); err != nil {
 		return err
 	}
 	undo.push(func(ctx context.Context) error { return p.Destroy(ctx, spec) })
@@ -330,6 +338,9 @@ func (e *Engine) teardown(ctx context.Context, sb *sandbox) error {
 		errs = append(errs, fmt.Errorf("provider %s: %w", p.Name(), err))
 	}
 	if err := e.Net.Detach(ctx, sb.id); err != nil {
+		errs = append(errs, err)
+	}
+	if err := e.unenforce(ctx, sb.id); err != nil {
 		errs = append(errs, err)
 	}
 	if err := e.Roots.Unmount(ctx, sb.dir); err != nil {

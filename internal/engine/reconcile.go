@@ -112,6 +112,7 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 	}
 	inst, err := p.Recover(ctx, sb.spec(rec), rec.Handle)
 	if err == nil {
+		e.enforceAgain(ctx, sb)
 		e.loadCommands(sb)
 		e.enliven(sb, &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})})
 		return nil
