@@ -3,6 +3,8 @@ package cli
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io/fs"
 
 	"github.com/spf13/cobra"
 )
@@ -70,6 +72,9 @@ func (a *App) serve(ctx context.Context, o ServeOptions) error {
 	err := a.Serve(ctx, o)
 	if errors.Is(err, context.Canceled) || errors.Is(err, errInterrupted) {
 		return nil // asked to end, and did
+	}
+	if errors.Is(err, fs.ErrPermission) {
+		return fmt.Errorf("%w: shard serve --help says what its user needs", err)
 	}
 	return err
 }

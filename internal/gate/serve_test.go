@@ -7,6 +7,7 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -20,6 +21,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/useshards/shard/internal/testenv"
 )
@@ -206,6 +209,7 @@ func TestServe(t *testing.T) {
 			fewDescriptors(t, d, provider)
 		}, "runc")
 	})
+	t.Run("stories", func(t *testing.T) { stories(t, d) })
 	t.Run("names", func(t *testing.T) { case138(t, d) })
 	t.Run("rough clients", func(t *testing.T) { case140(t, d) })
 }
@@ -256,6 +260,10 @@ func story(t *testing.T, d *testenv.Daemon, provider string, args ...string) {
 		if out := s.must(key, c...); out == "" || strings.Contains(out, d.Root) {
 			t.Errorf("%q: %q", c, out)
 		}
+	}
+	// The daemon's socket is no place that a sandbox knows.
+	if out := s.must(key, "exec", "far", "sh", "-c", "ls -d "+d.Root+" "+d.Root+"/shard.sock 2>/dev/null | wc -l"); out != "0" {
+		t.Errorf("a sandbox sees the daemon's root: %s", out)
 	}
 	// What only the daemon's host may.
 	if r := testenv.Run(t, s.cli(key, "image", "list")); r.Code != 1 || r.Stdout != "" {
@@ -322,6 +330,50 @@ func story(t *testing.T, d *testenv.Daemon, provider string, args ...string) {
 	}
 	if !strings.Contains(log, `"subject":"reader"`) || !strings.Contains(log, `"status":403`) {
 		t.Error("the log names neither subject nor status")
+	}
+}
+
+// stories are those that the command line goes through on the socket, word for word over TLS.
+func stories(t *testing.T, d *testenv.Daemon) {
+	d.Import("busybox", testenv.Busybox(t))
+	s := serve(t, d, "", "--tls-self-signed")
+	var text strings.Builder
+	fmt.Fprint(&text, "#!/bin/sh\n")
+	cmd := s.cli(mint(t, d, "--name", "stories"))
+	for _, kv := range cmd.Env {
+		if strings.HasPrefix(kv, "SHARD_") {
+			fmt.Fprintf(&text, "export %s\n", kv)
+		}
+	}
+	fmt.Fprintf(&text, "exec %s \"$@\"\n", cmd.Path)
+	bin := t.TempDir()
+	if err := os.WriteFile(filepath.Join(bin, "shard"), []byte(text.String()), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	d.EachProvider(t, func(t *testing.T, _ *testenv.Daemon, provider string) {
+		testscript.Run(t, testscript.Params{
+			Dir: filepath.Join(testenv.Module(), "test", "script"),
+			Setup: func(env *testscript.Env) error {
+				env.Setenv("P", provider)
+				env.Setenv("PATH", bin+string(os.PathListSeparator)+env.Getenv("PATH"))
+				return nil
+			},
+			Cmds: map[string]func(*testscript.TestScript, bool, []string){"exitcode": exitcode},
+		})
+	}, "runc")
+}
+
+// exitcode is the command of the stories that runs a program, which must end with exactly this code.
+func exitcode(ts *testscript.TestScript, _ bool, args []string) {
+	got := "0"
+	var exit *exec.ExitError
+	if err := ts.Exec(args[1], args[2:]...); errors.As(err, &exit) {
+		got = strconv.Itoa(exit.ExitCode())
+	} else {
+		ts.Check(err)
+	}
+	if got != args[0] {
+		ts.Fatalf("exit code %s, want %s", got, args[0])
 	}
 }
 
