@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/policy"
 )
 
 type inspectOptions struct {
@@ -103,17 +104,4 @@ func inspectRows(in *shard.Inspection, now time.Time) [][]string {
 }
 
 // ruleText writes a rule as people do: allow suffix:example.com tcp:443.
-func ruleText(r shard.Rule) string {
-	text := r.Action + " "
-	if r.Destination.Kind == "domain-suffix" {
-		text += "suffix:"
-	}
-	text += r.Destination.Value
-	if r.Protocol != "" {
-		text += " " + r.Protocol
-		if len(r.Ports) > 0 {
-			text += ":" + strings.Join(r.Ports, ",")
-		}
-	}
-	return text
-}
+func ruleText(r shard.Rule) string { return r.Action + " " + policy.Text(r) }

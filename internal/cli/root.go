@@ -41,7 +41,7 @@ func (a *App) rootCommand() *cobra.Command {
 	root.AddCommand(
 		a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
-		a.pullCommand(), a.imageCommand(),
+		a.pullCommand(), a.imageCommand(), a.policyCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
 		a.serveCommand(), a.tokensCommand(),
 	)
