@@ -123,62 +123,76 @@ func upgrades(r *http.Request) bool {
 // attach carries the streams of a command: what is held, then live output, then one closing message. Its end leaves the
 // command running.
 func (a *API) attach(c *call) error {
+	if err := checkUpgrade(c.r); err != nil {
+		return err
+	}
 	att, err := a.Engine.Attach(c.param("id"), c.param("exec"))
 	if err != nil {
 		return err
 	}
-	defer att.Close()
 	c.sent = true // websocket.Accept answers, whatever comes of it
-	conn, err := websocket.Accept(c.w, c.r, nil)
+	h := &hijacker{ResponseWriter: c.w, stall: stalled}
+	// No page of another origin can send the token that `shard serve` asks for, so the origin says nothing.
+	conn, err := websocket.Accept(h, c.r, &websocket.AcceptOptions{InsecureSkipVerify: true,
+		OnPingReceived: func(context.Context, []byte) bool { return !h.conn.busy() }})
 	if err != nil {
+		att.Close(0)
 		return nil
 	}
 	defer conn.CloseNow()
 	conn.SetReadLimit(maxMessage)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(c.r.Context()))
-	input := make(chan struct{})
+	ctx, cancel := context.WithCancelCause(context.WithoutCancel(c.r.Context()))
+	input := make(chan error, 1)
 	go func() {
-		defer close(input)
-		defer cancel()
-		readInput(ctx, conn, att)
+		err := readInput(ctx, conn, h.conn, att)
+		cancel(err)
+		input <- err
 	}()
-	defer func() { cancel(); <-input }()
-	if !writeOutput(ctx, conn, att) {
+	sent := writeOutput(ctx, conn, att)
+	if sent && conn.Close(websocket.StatusNormalClosure, "") == nil {
+		att.Close(0) // the client has answered the last message: it has read all
+		cancel(nil)
+		<-input
 		return nil
 	}
-	_ = conn.Close(websocket.StatusNormalClosure, "")
+	_ = conn.CloseNow()
+	cancel(nil)
+	att.Close(h.conn.left(<-input))
 	return nil
 }
 
-// readInput passes the client's messages to the program until the client goes.
-func readInput(ctx context.Context, conn *websocket.Conn, att *engine.Attachment) {
+// readInput passes the client's messages to the program until the client goes. A *shard.Error is for the client.
+func readInput(ctx context.Context, conn *websocket.Conn, client *clientConn, att *engine.Attachment) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	for {
 		kind, p, err := conn.Read(ctx)
 		if err != nil {
-			return
+			return err
 		}
+		stop := client.whileThere(cancel)
 		switch {
 		case kind == websocket.MessageBinary && len(p) > 0 && p[0] == frameStdin:
 			err = att.Stdin(ctx, p[1:])
 		case kind == websocket.MessageBinary && len(p) == 1 && p[0] == frameStdinClosed:
-			err = att.CloseStdin()
+			err = att.CloseStdin(ctx)
 		default:
+			stop()
 			_ = conn.Close(websocket.StatusProtocolError, "a message is neither input nor its end")
-			return
+			return errMessage
 		}
-		if err != nil && ctx.Err() != nil {
-			return
+		stop()
+		if err != nil {
+			return err
 		}
 	}
 }
 
+var errMessage = errors.New("the client sent a message that is none")
+
 // writeOutput sends a command's output and its closing message; false when the client has gone or stalls.
 func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachment) bool {
-	send := func(p []byte) error {
-		ctx, cancel := context.WithTimeout(ctx, stalled)
-		defer cancel()
-		return conn.Write(ctx, websocket.MessageBinary, p)
-	}
+	send := func(p []byte) error { return conn.Write(context.Background(), websocket.MessageBinary, p) }
 	for {
 		message, err := att.Next(ctx)
 		switch {
@@ -197,7 +211,8 @@ func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachme
 				shard.ExitStatus
 				LostBytes int64 `json:"lost_bytes,omitempty"`
 			}{*rec.ExitStatus, rec.LostBytes})) == nil
-		case ctx.Err() != nil:
+		}
+		if _, public := errors.AsType[*shard.Error](err); !public {
 			return false
 		}
 		return send(closing(frameError, shard.ErrorBody{Error: publicError(err)})) == nil

@@ -2,8 +2,10 @@ package api
 
 import (
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
+	"os"
 	"strconv"
 	"time"
 
@@ -34,17 +36,30 @@ func mode(text string) (*uint32, error) {
 
 // reader is the request's body, of which something must arrive every minute.
 func (c *call) reader() io.Reader {
-	return &patient{rc: http.NewResponseController(c.w), r: c.r.Body}
+	return &patient{rc: http.NewResponseController(c.w), r: c.r.Body, idle: idle}
 }
 
 type patient struct {
-	rc *http.ResponseController
+	rc interface{ SetReadDeadline(time.Time) error }
 	r  io.Reader
+
+	idle time.Duration
 }
 
 func (p *patient) Read(b []byte) (int, error) {
-	_ = p.rc.SetReadDeadline(time.Now().Add(idle))
-	return p.r.Read(b)
+	_ = p.rc.SetReadDeadline(time.Now().Add(p.idle))
+	n, err := p.r.Read(b)
+	switch {
+	case err == nil:
+	case err == io.EOF:
+		// The server goes on reading, to see whether the client is still there while the sandbox finishes.
+		_ = p.rc.SetReadDeadline(time.Time{})
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		err = shard.Errorf(shard.CodeTimeout, "nothing of the body arrived for %s: the transfer was ended", p.idle)
+	default:
+		err = shard.Wrap(shard.CodeInvalidRequest, err, "the body ended before it was whole")
+	}
+	return n, err
 }
 
 // stream answers with the bytes of r, of which the client must take some every minute. A fault cuts the connection, so
@@ -84,7 +99,7 @@ func (a *API) putFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	if c.r.ContentLength < 0 {
+	if c.r.ContentLength < 0 || c.r.Header.Get("Content-Length") == "" {
 		return shard.Invalidf("the request has no Content-Length: say how long the file is")
 	}
 	m, err := mode(c.text("mode"))
@@ -157,12 +172,15 @@ func (a *API) listDir(c *call) error {
 		return err
 	}
 	separator := ""
+	rc := http.NewResponseController(c.w)
+	defer func() { _ = rc.SetWriteDeadline(time.Time{}) }()
 	err = a.Engine.ListDir(c.r.Context(), c.param("id"), path, func(entry shard.FileEntry) error {
 		data, err := json.Marshal(entry)
 		if err != nil {
 			return err
 		}
 		c.beginList()
+		_ = rc.SetWriteDeadline(time.Now().Add(idle))
 		_, err = c.w.Write([]byte(separator + string(data)))
 		separator = ","
 		return err

@@ -6,10 +6,11 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
-	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -24,34 +25,47 @@ const (
 	maxRunning       = 32  // in one sandbox
 	maxRunningDaemon = 256 // in all
 	maxEnded         = 32  // kept in one sandbox
-	// stall is how long a client may take nothing before it is detached.
+	maxWanted        = 256 // of these, kept beyond that while a client reads them or is to come
+	// stall is how long output is held for the first client.
 	stall = 30 * time.Second
 )
 
 // Command is one exec. Its record and held output are files, so that the next daemon has them too.
 type Command struct {
-	sb    *sandbox
-	dir   string
-	tty   bool
-	spool *stream.Spool
-	done  chan struct{} // closed when the command has ended, or is gone with its sandbox
+	sb       *sandbox
+	dir      string
+	tty      bool
+	stdin    bool
+	spool    *stream.Spool
+	launched chan struct{} // closed when the start has succeeded or failed: no client sees it before
+	done     chan struct{} // closed when the command has ended and that is stored, or it is gone with its sandbox
 
-	mu    sync.Mutex
-	rec   shard.Exec
-	guest *guest.Command // nil while there is no session
-	gone  error          // why the command is no more, when it did not end by itself
-	lost  int64          // bytes that could not be held
-	first *stream.Reader // holds the output for the first attach
-	timer *time.Timer    // ends that hold
+	mu        sync.Mutex // comes after sandbox.mu
+	rec       shard.Exec
+	guest     *guest.Command // nil while there is no session
+	attending chan struct{}  // closed when guest is set
+	gone      error          // why the command is no more, when it did not end by itself
+	lost      int64          // bytes that the record counts and the spool does not: an earlier daemon could not hold them
+	sent      int64          // bytes of input
+	inputLost bool           // input was under way when a session broke
+	first     *stream.Reader // holds the output for the first attach
+	timer     *time.Timer    // ends that hold
+}
+
+func (sb *sandbox) newCommand(rec shard.Exec, tty, stdin bool) *Command {
+	return &Command{sb: sb, rec: rec, tty: tty, stdin: stdin, dir: filepath.Join(sb.dir, "execs", rec.ID),
+		launched: make(chan struct{}), done: make(chan struct{}), attending: make(chan struct{})}
 }
 
 // held is the file beside a command's output.
 type held struct {
-	Exec shard.Exec `json:"exec"`
-	TTY  bool       `json:"tty"`
+	Exec  shard.Exec `json:"exec"`
+	TTY   bool       `json:"tty"`
+	Stdin bool       `json:"stdin"`
 }
 
-// Exec starts a command in a running sandbox. It answers when the program runs, or says why it does not.
+// Exec starts a command in a running sandbox. It answers when the program runs, or says why it does not. A client that
+// goes away meanwhile does not end the start: the command is in the list.
 func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*shard.Exec, error) {
 	if err := shard.CheckCommand(req.Command); err != nil {
 		return nil, err
@@ -73,9 +87,8 @@ func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 	rec := sb.record()
 	id := make([]byte, 8)
 	_, _ = rand.Read(id)
-	c := &Command{sb: sb, tty: req.TTY, done: make(chan struct{}), rec: shard.Exec{ID: hex.EncodeToString(id), Sandbox: sb.id,
-		Command: req.Command, State: shard.ExecRunning, StartedAt: time.Now().UTC().Truncate(time.Microsecond)}}
-	c.dir = filepath.Join(sb.dir, "execs", c.rec.ID)
+	c := sb.newCommand(shard.Exec{ID: hex.EncodeToString(id), Sandbox: sb.id, Command: req.Command, State: shard.ExecRunning,
+		StartedAt: time.Now().UTC().Truncate(time.Microsecond)}, req.TTY, req.Stdin)
 	c.spool = stream.New(filepath.Join(c.dir, "output"), guest.Window)
 	if err := e.enter(sb, c); err != nil {
 		return nil, err
@@ -88,25 +101,48 @@ func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 	if req.Size != nil {
 		spec.Rows, spec.Cols = req.Size.Rows, req.Size.Cols
 	}
-	launch, cancel := context.WithTimeout(ctx, execTime)
-	defer cancel()
-	err = os.MkdirAll(c.dir, 0o700)
-	if err == nil {
-		err = c.save()
-	}
-	if err != nil {
-		err = shard.Wrap(shard.CodeInternal, err, "could not store the command: is the host's disk full?")
-	} else if err = c.start(launch, session, spec); err != nil && launch.Err() != nil && ctx.Err() == nil {
-		err = shard.Wrap(shard.CodeTimeout, err, "the command did not start within %d s", execTime/time.Second)
-	}
-	if err != nil {
+	if err = c.launch(context.WithoutCancel(ctx), session, spec); err != nil {
 		sb.leave(c)
 		c.discard(err)
 		_ = os.RemoveAll(c.dir)
+	}
+	close(c.launched)
+	if err != nil {
 		return nil, err
 	}
 	out := c.Record()
 	return &out, nil
+}
+
+// launch stores the record, then asks the agent for the program: so the next daemon knows of every command that the agent
+// may have.
+func (c *Command) launch(ctx context.Context, session *guest.Session, spec guest.ExecSpec) error {
+	ctx, cancel := context.WithTimeout(ctx, execTime)
+	defer cancel()
+	// Not MkdirAll: a sandbox that is just being removed must not come back.
+	err := os.Mkdir(filepath.Dir(c.dir), 0o700)
+	if err == nil || errors.Is(err, fs.ErrExist) {
+		err = os.Mkdir(c.dir, 0o700)
+	}
+	if err == nil {
+		err = c.save(c.rec)
+	}
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "could not store the command: is the host's disk full?")
+	}
+	cmd, err := session.Exec(ctx, spec, (*sink)(c))
+	if err == nil {
+		c.attend(cmd)
+		return nil
+	}
+	if _, refused := errors.AsType[*shard.Error](err); refused {
+		return err
+	}
+	c.sb.e.wg.Go(func() { c.sb.e.reap(c.sb) }) // it may have been started all the same
+	if ctx.Err() != nil {
+		return shard.Wrap(shard.CodeTimeout, err, "the command did not start within %d s", execTime/time.Second)
+	}
+	return c.sb.explain(err)
 }
 
 func or(a, b string) string {
@@ -116,39 +152,65 @@ func or(a, b string) string {
 	return b
 }
 
-// enter counts a command in, and makes room among the ended ones.
+// enter counts a command in.
 func (e *Engine) enter(sb *sandbox, c *Command) error {
 	if e.execs.Add(1) > maxRunningDaemon {
 		e.execs.Add(-1)
 		return shard.Errorf(shard.CodeExecLimit, "%d commands run under this daemon, which is the most: wait for one to end", maxRunningDaemon)
 	}
 	sb.mu.Lock()
-	var evicted []*Command
-	running, ended := 0, 0
-	for _, o := range slices.Backward(sb.commands) {
+	running := 0
+	for _, o := range sb.commands {
 		if !o.Ended() {
 			running++
-		} else if ended++; ended > maxEnded {
-			evicted = append(evicted, o)
 		}
 	}
-	if running >= maxRunning || sb.live == nil {
-		dead := sb.live == nil
+	dead := sb.live == nil
+	if running < maxRunning && !dead {
+		sb.commands = append(sb.commands, c)
 		sb.mu.Unlock()
-		e.execs.Add(-1)
-		if dead {
-			return shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
-		}
-		return shard.Errorf(shard.CodeExecLimit, "%d commands run in sandbox %q, which is the most: wait for one to end", maxRunning, sb.ref())
+		return nil
 	}
-	sb.commands = slices.DeleteFunc(sb.commands, func(o *Command) bool { return slices.Contains(evicted, o) })
-	sb.commands = append(sb.commands, c)
 	sb.mu.Unlock()
-	for _, o := range evicted {
-		o.discard(notFound("command", o.rec.ID))
-		_ = os.RemoveAll(o.dir)
+	e.execs.Add(-1)
+	if dead {
+		return shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
 	}
-	return nil
+	return shard.Errorf(shard.CodeExecLimit, "%d commands run in sandbox %q, which is the most: wait for one to end", maxRunning, sb.ref())
+}
+
+// evict drops the commands that ended first, until as many are left as are kept. One that a client reads, or is to read
+// soon, stays as long as there is any measure in it.
+func (sb *sandbox) evict() {
+	type old struct {
+		c      *Command
+		at     time.Time
+		wanted bool
+	}
+	sb.mu.Lock()
+	var ended []old
+	for _, c := range sb.commands {
+		if rec := c.Record(); rec.ExitedAt != nil {
+			ended = append(ended, old{c, *rec.ExitedAt, c.spool.Attached()})
+		}
+	}
+	slices.SortStableFunc(ended, func(a, b old) int { return b.at.Compare(a.at) })
+	var evicted []*Command
+	kept := 0
+	for i, o := range ended {
+		switch {
+		case o.wanted && i < maxEnded+maxWanted:
+		case kept < maxEnded:
+			kept++
+		default:
+			evicted = append(evicted, o.c)
+		}
+	}
+	sb.commands = slices.DeleteFunc(sb.commands, func(c *Command) bool { return slices.Contains(evicted, c) })
+	sb.mu.Unlock()
+	for _, c := range evicted {
+		c.drop()
+	}
 }
 
 func (sb *sandbox) leave(c *Command) {
@@ -157,20 +219,25 @@ func (sb *sandbox) leave(c *Command) {
 	sb.commands = slices.DeleteFunc(sb.commands, func(o *Command) bool { return o == c })
 }
 
-// start asks the agent for the program.
-func (c *Command) start(ctx context.Context, session *guest.Session, spec guest.ExecSpec) error {
-	cmd, err := session.Exec(ctx, spec, (*sink)(c))
-	if err != nil {
-		return err
+// drop deletes what is left of a command that no list names any more.
+func (c *Command) drop() {
+	c.discard(notFound("command", c.rec.ID))
+	if err := os.RemoveAll(c.dir); err != nil {
+		c.sb.e.Log.Error("delete a command", "sandbox", c.sb.id, "exec", c.rec.ID, "err", err)
 	}
-	c.attend(cmd)
-	return nil
 }
 
 // attend takes up the program in a session. It may have ended already.
 func (c *Command) attend(cmd *guest.Command) {
 	c.mu.Lock()
+	if c.guest == nil { // else the last session broke before it was taken up here
+		close(c.attending)
+	}
 	c.guest = cmd
+	if c.sent != cmd.Head.StdinBytes {
+		c.inputLost = c.sent > cmd.Head.StdinBytes
+		c.sent = cmd.Head.StdinBytes
+	}
 	ended := c.rec.State == shard.ExecExited
 	c.mu.Unlock()
 	c.spool.OnAck(cmd.Ack)
@@ -184,7 +251,7 @@ func (c *Command) forget(cmd *guest.Command) {
 	c.sb.e.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(c.sb.e.ctx, execTime)
 		defer cancel()
-		_ = cmd.Forget(ctx) // or the next daemon does
+		_ = cmd.Forget(ctx) // or the next session does
 	})
 }
 
@@ -194,26 +261,37 @@ type sink Command
 // Output holds what the program wrote. What cannot be held is counted, and the program goes on.
 func (s *sink) Output(channel byte, p []byte) {
 	c := (*Command)(s)
-	if err := c.spool.Append(channel, p); err != nil {
-		c.mu.Lock()
-		c.lost += int64(len(p))
-		cmd := c.guest
-		c.mu.Unlock()
-		if cmd != nil {
-			cmd.Ack(len(p))
-		}
+	if err := c.spool.Append(channel, p); err != nil && !errors.Is(err, stream.ErrClosed) {
+		c.sb.e.Log.Error("hold the output of a command: what comes now is lost", "sandbox", c.sb.id, "exec", c.rec.ID, "err", err)
 	}
 }
 
-// Exited stores how the program ended.
+// Exited stores how the program ended, then shows it.
 func (s *sink) Exited(exit guest.Exit) {
 	c := (*Command)(s)
 	status := shard.ExitStatus{Code: exit.Code}
 	if exit.Signal != 0 {
 		status.Code = 128 + exit.Signal
 	}
-	c.end(&status)
-	if cmd := c.attended(); cmd != nil {
+	rec := c.Record()
+	now := time.Now().UTC().Truncate(time.Microsecond)
+	rec.State, rec.ExitStatus, rec.ExitedAt = shard.ExecExited, &status, &now
+	err := c.save(rec)
+	c.mu.Lock()
+	if c.rec.State == shard.ExecExited || c.gone != nil {
+		c.mu.Unlock()
+		return
+	}
+	c.rec.State, c.rec.ExitStatus, c.rec.ExitedAt = rec.State, rec.ExitStatus, rec.ExitedAt
+	cmd := c.guest
+	c.mu.Unlock()
+	c.spool.Finish()
+	c.sb.e.execs.Add(-1)
+	close(c.done)
+	c.sb.e.wg.Go(c.sb.evict)
+	if err != nil { // then the agent keeps it, for the next daemon
+		c.sb.e.Log.Error("store the end of a command", "sandbox", c.sb.id, "exec", c.rec.ID, "err", err)
+	} else if cmd != nil {
 		c.forget(cmd)
 	}
 }
@@ -222,31 +300,15 @@ func (s *sink) Exited(exit guest.Exit) {
 func (s *sink) Broken(error) {
 	c := (*Command)(s)
 	c.mu.Lock()
-	c.guest = nil
-	c.mu.Unlock()
-}
-
-// end stores the exit, then shows it.
-func (c *Command) end(status *shard.ExitStatus) {
-	c.mu.Lock()
-	if c.rec.State == shard.ExecExited || c.gone != nil {
-		c.mu.Unlock()
-		return
+	defer c.mu.Unlock()
+	if c.guest != nil {
+		c.guest, c.attending = nil, make(chan struct{})
 	}
-	now := time.Now().UTC().Truncate(time.Microsecond)
-	c.rec.State, c.rec.ExitStatus, c.rec.ExitedAt = shard.ExecExited, status, &now
-	c.mu.Unlock()
-	if err := c.save(); err != nil {
-		c.sb.e.Log.Error("store the end of a command", "sandbox", c.sb.id, "err", err)
-	}
-	c.spool.Finish()
-	c.sb.e.execs.Add(-1)
-	close(c.done)
 }
 
 // save writes the record beside the output. It need not survive the host: the command would not either.
-func (c *Command) save() error {
-	data, err := json.Marshal(held{Exec: c.Record(), TTY: c.tty})
+func (c *Command) save(rec shard.Exec) error {
+	data, err := json.Marshal(held{Exec: rec, TTY: c.tty, Stdin: c.stdin})
 	if err != nil {
 		return err
 	}
@@ -278,11 +340,14 @@ func (c *Command) letGo() {
 	_ = c.spool.Close()
 }
 
-// Ended says whether the program has ended.
+// Ended says whether the program has ended, and all of that is stored.
 func (c *Command) Ended() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.rec.State == shard.ExecExited || c.gone != nil
+	select {
+	case <-c.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // Record is the public record as of now.
@@ -295,116 +360,6 @@ func (c *Command) Record() shard.Exec {
 	return rec
 }
 
-// hold keeps the output for the first client that attaches, for at most stall.
-func (c *Command) hold() {
-	r, err := c.spool.Attach()
-	if err != nil {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.first = r
-	c.timer = time.AfterFunc(stall, func() {
-		c.mu.Lock()
-		mine := c.first == r
-		if mine {
-			c.first = nil
-		}
-		c.mu.Unlock()
-		if mine {
-			r.Close()
-		}
-	})
-}
-
-// Attachment is one client on the streams of a command.
-type Attachment struct {
-	c *Command
-	r *stream.Reader
-}
-
-// Attach gives the streams of a command to one client; in_use while another has them.
-func (e *Engine) Attach(ref, id string) (*Attachment, error) {
-	c, err := e.command(ref, id)
-	if err != nil {
-		return nil, err
-	}
-	c.mu.Lock()
-	r := c.first
-	c.first = nil
-	if r != nil {
-		c.timer.Stop()
-	}
-	c.mu.Unlock()
-	if r == nil {
-		switch r, err = c.spool.Attach(); {
-		case errors.Is(err, stream.ErrInUse):
-			return nil, shard.Errorf(shard.CodeInUse, "another client is attached to command %s", id)
-		case err != nil:
-			return nil, notFound("command", id)
-		}
-	}
-	return &Attachment{c: c, r: r}, nil
-}
-
-// Next returns the next output as a message, its channel in the first byte; io.EOF when the program has ended and all was
-// read, and the reason when the command is no more. It waits until ctx ends.
-func (a *Attachment) Next(ctx context.Context) (message []byte, err error) {
-	message, err = a.r.Next(ctx.Done())
-	if err == nil || err == io.EOF {
-		return message, err
-	}
-	a.c.mu.Lock()
-	gone := a.c.gone
-	a.c.mu.Unlock()
-	switch {
-	case gone != nil:
-		return nil, gone
-	case ctx.Err() != nil:
-		return nil, ctx.Err()
-	case errors.Is(err, stream.ErrClosed):
-		return nil, shard.Errorf(shard.CodeInternal, "the daemon is shutting down: attach again when it is back")
-	}
-	return nil, shard.Wrap(shard.CodeInternal, err, "the held output could not be read")
-}
-
-// Consumed says that n bytes of output reached the client.
-func (a *Attachment) Consumed(n int) { a.r.Consumed(n) }
-
-// Close detaches the client. The command runs on.
-func (a *Attachment) Close() { a.r.Close() }
-
-// Exit waits for the end of the command, after Next said io.EOF.
-func (a *Attachment) Exit() shard.Exec {
-	<-a.c.done
-	return a.c.Record()
-}
-
-// Stdin passes input to the program; it waits while the program does not read. Input for a program that has ended or
-// closed its end is dropped.
-func (a *Attachment) Stdin(ctx context.Context, p []byte) error {
-	cmd := a.c.attended()
-	if cmd == nil {
-		return nil
-	}
-	_, err := cmd.Write(ctx, p)
-	return err
-}
-
-// CloseStdin ends the program's input.
-func (a *Attachment) CloseStdin() error {
-	if cmd := a.c.attended(); cmd != nil {
-		return cmd.CloseStdin()
-	}
-	return nil
-}
-
-func (c *Command) attended() *guest.Command {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.guest
-}
-
 // command finds a command of a sandbox.
 func (e *Engine) command(ref, id string) (*Command, error) {
 	sb, err := e.find(ref)
@@ -414,11 +369,20 @@ func (e *Engine) command(ref, id string) (*Command, error) {
 	sb.mu.Lock()
 	defer sb.mu.Unlock()
 	for _, c := range sb.commands {
-		if c.rec.ID == id { // never changes
+		if c.rec.ID == id && c.isLaunched() { // an id never changes
 			return c, nil
 		}
 	}
 	return nil, notFound("command", id)
+}
+
+func (c *Command) isLaunched() bool {
+	select {
+	case <-c.launched:
+		return true
+	default:
+		return false
+	}
 }
 
 // GetExec returns the record of a command. With wait it holds until the command has ended.
@@ -439,10 +403,10 @@ func (e *Engine) GetExec(ctx context.Context, ref, id string, wait bool) (*shard
 	c.mu.Lock()
 	gone := c.gone
 	c.mu.Unlock()
-	if gone != nil {
+	rec := c.Record()
+	if gone != nil && rec.State == shard.ExecRunning {
 		return nil, gone
 	}
-	rec := c.Record()
 	return &rec, nil
 }
 
@@ -458,22 +422,14 @@ func (e *Engine) ListExecs(ref string) ([]shard.Exec, error) {
 	sb.mu.Lock()
 	commands := slices.Clone(sb.commands)
 	sb.mu.Unlock()
-	out := make([]shard.Exec, len(commands))
-	for i, c := range commands {
-		out[i] = c.Record()
+	out := make([]shard.Exec, 0, len(commands))
+	for _, c := range commands {
+		if c.isLaunched() {
+			out = append(out, c.Record())
+		}
 	}
-	slices.SortFunc(out, func(a, b shard.Exec) int { return compare(a.ID, b.ID) })
+	slices.SortFunc(out, func(a, b shard.Exec) int { return strings.Compare(a.ID, b.ID) })
 	return out, nil
-}
-
-func compare(a, b string) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	}
-	return 0
 }
 
 // DeleteExec drops the record and the output of a command that has ended.
@@ -486,8 +442,7 @@ func (e *Engine) DeleteExec(ref, id string) error {
 		return shard.Errorf(shard.CodeExecRunning, "command %s still runs: kill it first", id)
 	}
 	c.sb.leave(c)
-	c.discard(notFound("command", id))
-	_ = os.RemoveAll(c.dir)
+	c.drop()
 	return nil
 }
 
@@ -534,66 +489,4 @@ func (e *Engine) endedMeanwhile(c *Command, err error) error {
 		return err
 	}
 	return shard.Errorf(shard.CodeExecExited, "command %s has ended", c.rec.ID)
-}
-
-// resumeCommands takes up the commands of a sandbox in a new session: each goes on behind the last byte that is held.
-func (e *Engine) resumeCommands(sb *sandbox, session *guest.Session) {
-	sb.mu.Lock()
-	commands := slices.Clone(sb.commands)
-	sb.mu.Unlock()
-	for _, c := range commands {
-		if c.Ended() {
-			continue
-		}
-		ctx, cancel := context.WithTimeout(e.ctx, execTime)
-		cmd, err := session.Resume(ctx, c.rec.ID, c.spool.Resume(), (*sink)(c))
-		cancel()
-		switch {
-		case err == nil:
-			c.attend(cmd)
-		case shard.CodeOf(err) == shard.CodeNotFound:
-			// The agent does not know it: it was never started, or its exit was taken by a daemon that died before it
-			// could store it.
-			e.Log.Warn("a command was lost", "sandbox", sb.id, "exec", c.rec.ID)
-			sb.leave(c)
-			c.discard(notFound("command", c.rec.ID))
-			_ = os.RemoveAll(c.dir)
-		default:
-			e.Log.Warn("resume a command", "sandbox", sb.id, "exec", c.rec.ID, "err", err)
-		}
-	}
-}
-
-// loadCommands reads the commands that an earlier daemon held for a sandbox.
-func (e *Engine) loadCommands(sb *sandbox) {
-	dir := filepath.Join(sb.dir, "execs")
-	entries, _ := os.ReadDir(dir)
-	for _, entry := range entries {
-		c := &Command{sb: sb, dir: filepath.Join(dir, entry.Name()), done: make(chan struct{})}
-		var h held
-		data, err := os.ReadFile(filepath.Join(c.dir, "exec.json"))
-		if err == nil {
-			err = json.Unmarshal(data, &h)
-		}
-		if err == nil && h.Exec.ID != entry.Name() {
-			err = errors.New("the record is of another command")
-		}
-		if err == nil {
-			c.spool, err = stream.Open(filepath.Join(c.dir, "output"), guest.Window)
-		}
-		if err != nil {
-			e.Log.Warn("drop an unreadable command", "sandbox", sb.id, "exec", entry.Name(), "err", err)
-			_ = os.RemoveAll(c.dir)
-			continue
-		}
-		c.rec, c.tty = h.Exec, h.TTY
-		if c.rec.State == shard.ExecExited {
-			c.spool.Finish()
-			close(c.done)
-		} else {
-			e.execs.Add(1)
-		}
-		sb.commands = append(sb.commands, c)
-	}
-	slices.SortFunc(sb.commands, func(a, b *Command) int { return a.rec.StartedAt.Compare(b.rec.StartedAt) })
 }

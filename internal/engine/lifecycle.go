@@ -196,6 +196,7 @@ func (e *Engine) watch(sb *sandbox, l *live) {
 				sb.mu.Lock()
 				l.session, l.ready = nil, make(chan struct{})
 				sb.mu.Unlock()
+				_ = session.Close() // so that nothing of it comes behind what the next one brings
 				select {
 				case <-l.inst.Done(): // a dying machine's channel goes a little before it
 				case <-l.stop:
@@ -324,14 +325,17 @@ func ended(exit provider.Exit) func(*record) {
 func (e *Engine) endLive(sb *sandbox, why string) {
 	for _, c := range sb.unwatch() {
 		c.discard(shard.Errorf(shard.CodeSandboxNotRunning, "%s while the command ran", why))
+		<-c.launched // a start under way has failed with the session, and makes no file any more
 	}
-	_ = os.RemoveAll(filepath.Join(sb.dir, "execs"))
 }
 
-// teardown removes what a machine leaves on the host, except its files and its address. Idempotent.
+// teardown removes what a machine and its commands leave on the host, except its files and its address. Idempotent.
 func (e *Engine) teardown(ctx context.Context, sb *sandbox) error {
 	rec := sb.record()
 	var errs []error
+	if err := os.RemoveAll(filepath.Join(sb.dir, "execs")); err != nil {
+		errs = append(errs, err)
+	}
 	if p, err := e.providerNamed(rec.Sandbox.Provider); err != nil {
 		errs = append(errs, err)
 	} else if err := p.Destroy(ctx, sb.spec(rec)); err != nil {

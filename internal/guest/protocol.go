@@ -289,10 +289,12 @@ type ExecsHead struct {
 	Execs []HeldExec `json:"execs"`
 }
 
-// HeldExec is one command of ExecsHead.
+// HeldExec is one command of ExecsHead. Offset is where the output that the agent still holds begins: the least that
+// resume takes.
 type HeldExec struct {
-	ID   string `json:"id"`
-	Exit *Exit  `json:"exit,omitempty"`
+	ID     string `json:"id"`
+	Exit   *Exit  `json:"exit,omitempty"`
+	Offset int64  `json:"offset,omitempty"`
 }
 
 // SignalArgs sends TERM or KILL to a command's process group.

@@ -130,23 +130,50 @@ func (s *Spool) OnAck(ack func(n int)) {
 }
 
 // Append takes the next bytes of the program's output. It never waits for a reader: the reader's share is bounded by
-// what is acknowledged.
+// what is acknowledged. Once the file cannot be written, because the host's disk is full or broken, what comes counts as
+// lost, and the program goes on; the error says so once. After Close it takes nothing, and acknowledges nothing.
 func (s *Spool) Append(channel byte, p []byte) error {
 	s.mu.Lock()
-	for len(p) > 0 && s.failed == nil && !s.closed {
-		n := min(len(p), maxFrame)
-		s.failed = s.append(channel, p[:n])
-		p = p[n:]
-	}
-	err := s.failed
 	if s.closed {
-		err = ErrClosed
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	var err error
+	for len(p) > 0 {
+		n := min(len(p), maxFrame)
+		if s.failed == nil {
+			s.failed = s.append(channel, p[:n])
+			err = s.failed
+		}
+		if s.failed != nil {
+			s.st.End += int64(n)
+			s.st.Lost += int64(n)
+		}
+		p = p[n:]
 	}
 	tell := s.takeAck()
 	s.wake()
 	s.mu.Unlock()
 	tell()
 	return err
+}
+
+// Skip notes that the output before offset exists no more, neither here nor with whatever writes it: an earlier daemon
+// could not hold it. What is held is dropped with it, since it lies before the gap.
+func (s *Spool) Skip(offset int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if offset <= s.st.End {
+		return
+	}
+	s.st.raise(offset)
+	s.st.Tail, s.st.Last = s.st.Head, s.st.Head
+	s.st.First, s.st.End, s.acked = offset, offset, offset
+	s.tailLen, s.lastLen = -1, 0
+	if r := s.reader; r != nil {
+		r.pass(&s.st)
+	}
+	s.wake()
 }
 
 func (s *Spool) append(channel byte, p []byte) error {
@@ -163,7 +190,11 @@ func (s *Spool) append(channel byte, p []byte) error {
 	if !grow {
 		need += frameHead
 	}
-	st.raise(st.End + int64(len(p)) - Held)
+	floor := st.End + int64(len(p)) - Held
+	if r := s.reader; r != nil { // it gets what it is owed: the ring has room for what is under way
+		floor = min(floor, r.got)
+	}
+	st.raise(floor)
 	for st.Tail < st.Last {
 		if s.tailLen < 0 {
 			_, n, err := s.frameAt(st.Tail, st.Head)
@@ -182,7 +213,7 @@ func (s *Spool) append(channel byte, p []byte) error {
 		st.Tail += frameHead + int64(n)
 		s.tailLen = -1
 		if r := s.reader; r != nil && r.pos < st.Tail { // only when a session broke while the reader was far behind
-			r.pos, r.inner, r.got = st.Tail, 0, end
+			r.pass(&st)
 		}
 	}
 	length := len(p)
@@ -303,9 +334,23 @@ func (s *Spool) wake() {
 // Finish says that there will be no more output.
 func (s *Spool) Finish() {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.ended = true
+	s.ack = nil
+	s.rest()
 	s.wake()
-	s.mu.Unlock()
+}
+
+// rest frees what an ended command's output does not need until somebody reads it: there may be thousands of them.
+func (s *Spool) rest() {
+	if !s.ended || s.reader != nil || s.closed {
+		return
+	}
+	s.scratch = nil
+	if s.f != nil {
+		_ = s.f.Close() // all of it was written: there is nothing to lose
+		s.f = nil
+	}
 }
 
 // End is how many bytes the program has written, as far as they arrived here.
@@ -344,8 +389,12 @@ type Reader struct {
 	pos   int64 // ring position of the frame to read next
 	inner int   // bytes of that frame already read
 	got   int64 // payload bytes that reached the client, or lie before the first that did
+	sure  int64 // payload bytes that some client surely has, or that are counted as lost
 	buf   []byte
 }
+
+// pass moves the reader over what was dropped before it read it.
+func (r *Reader) pass(st *state) { r.pos, r.inner, r.got, r.sure = st.Tail, 0, st.First, st.First }
 
 // Attach makes the spool's only reader, from the oldest byte held; ErrInUse when there is one already.
 func (s *Spool) Attach() (*Reader, error) {
@@ -357,9 +406,23 @@ func (s *Spool) Attach() (*Reader, error) {
 	case s.reader != nil:
 		return nil, ErrInUse
 	}
-	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor,
+	if s.f == nil && s.st.Head > 0 {
+		f, err := os.OpenFile(s.path, os.O_RDWR, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("open the file of held output: %w", err)
+		}
+		s.f = f
+	}
+	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, sure: s.st.Seen,
 		buf: make([]byte, 1+maxFrame)}
 	return s.reader, nil
+}
+
+// Attached says whether there is a reader.
+func (s *Spool) Attached() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.reader != nil
 }
 
 // Next returns the next piece of output as a message of the API's byte streams: the channel in the first byte, then at
@@ -383,11 +446,8 @@ func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
 	s := r.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	switch {
-	case s.closed || s.reader != r:
+	if s.closed || s.reader != r {
 		return nil, nil, ErrClosed
-	case s.failed != nil:
-		return nil, nil, s.failed
 	}
 	for r.pos < s.st.Head {
 		channel, n, err := s.lastChan, s.lastLen, error(nil)
@@ -418,35 +478,47 @@ func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
 	return nil, s.changed, nil
 }
 
-// Consumed says that n of the bytes that Next returned have reached the client. It is stored with the next output: a
-// daemon that is killed before that counts at most as lost what was not.
+// Consumed says that n of the bytes that Next returned were passed on to the client. It is stored at once, so that a
+// daemon that is killed counts at most one message as lost that was not.
 func (r *Reader) Consumed(n int) {
 	s := r.s
 	s.mu.Lock()
 	r.got += int64(n)
-	s.st.Seen = max(s.st.Seen, r.got)
 	tell := func() {}
 	if s.reader == r && !s.closed {
+		if r.got > s.st.Seen {
+			s.st.Seen = r.got
+			s.note()
+		}
 		tell = s.takeAck()
 	}
 	s.mu.Unlock()
 	tell()
 }
 
-// Close detaches the reader: another may attach, and the program no longer waits.
-func (r *Reader) Close() {
+// Close detaches the reader: another may attach, and the program no longer waits. unread is how many of the last bytes
+// that were passed on may have stayed in a buffer on the way: they count as not read.
+func (r *Reader) Close(unread int64) {
 	s := r.s
 	s.mu.Lock()
 	tell := func() {}
 	if s.reader == r {
 		s.reader = nil
-		if s.f != nil && !s.closed {
-			if err := s.writeHeader(s.st); err != nil && s.failed == nil {
-				s.failed = err
-			}
+		if sure := max(r.sure, r.got-max(unread, 0)); sure < s.st.Seen {
+			s.st.Lost += max(0, min(s.st.Seen, s.st.Floor)-sure) // dropped since, as read
+			s.st.Seen = sure
+			s.note()
 		}
 		tell = s.takeAck()
+		s.rest()
 	}
 	s.mu.Unlock()
 	tell()
+}
+
+// note stores the counters alone. It is no failure of the output that it cannot.
+func (s *Spool) note() {
+	if s.f != nil && s.failed == nil && !s.closed {
+		_ = s.writeHeader(s.st)
+	}
 }

@@ -20,7 +20,7 @@ func readAll(t testing.TB, s *Spool) (out [3][]byte) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.Close()
+	defer r.Close(0)
 	for {
 		m, err := r.Next(nil)
 		if err == io.EOF {
@@ -79,7 +79,7 @@ func TestModel(t *testing.T) {
 		watch := func() { s.OnAck(func(n int) { unacked -= int64(n) }) }
 		watch()
 		var r *Reader
-		var at int64
+		var at, before int64 // before is what had been seen when r was attached
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			switch rapid.IntRange(0, 5).Draw(t, "step") {
 			case 0, 1, 2:
@@ -110,7 +110,7 @@ func TestModel(t *testing.T) {
 					if r, err = s.Attach(); err != nil {
 						t.Fatal(err)
 					}
-					at = r.got
+					at, before = r.got, seen
 				}
 				stop := make(chan struct{})
 				close(stop)
@@ -135,8 +135,13 @@ func TestModel(t *testing.T) {
 				}
 			case 4:
 				if r != nil {
-					r.Close()
+					unread := rapid.IntRange(0, 300_000).Draw(t, "unread")
+					r.Close(int64(unread))
 					r = nil
+					if sure := max(before, at-int64(unread)); sure < seen {
+						received -= seen - sure
+						seen = sure
+					}
 				}
 			case 5:
 				s.Close()
@@ -155,7 +160,7 @@ func TestModel(t *testing.T) {
 			}
 		}
 		if r != nil {
-			r.Close()
+			r.Close(0)
 		}
 		lost := s.Lost()
 		s.Finish()
@@ -166,7 +171,7 @@ func TestModel(t *testing.T) {
 		if fresh := written - max(seen, out.got); received+fresh+lost != written {
 			t.Fatalf("written %d, received %d, still to read %d, lost %d", written, received, fresh, lost)
 		}
-		out.Close()
+		out.Close(0)
 	})
 }
 
@@ -221,7 +226,7 @@ func TestOneReader(t *testing.T) {
 	if _, err := s.Attach(); !errors.Is(err, ErrInUse) {
 		t.Fatalf("a second reader: %v", err)
 	}
-	r.Close()
+	r.Close(0)
 	r2, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
@@ -234,6 +239,77 @@ func TestOneReader(t *testing.T) {
 	s.Close()
 	if err := <-done; !errors.Is(err, ErrClosed) {
 		t.Fatalf("a waiting reader got %v", err)
+	}
+}
+
+// TestGap: output that neither the file nor the program's side holds any more is counted, and what follows is held.
+func TestGap(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "out")
+	s := New(path, window)
+	_ = s.Append(1, []byte("seen"))
+	r, _ := s.Attach()
+	m, _ := r.Next(nil)
+	r.Consumed(len(m) - 1)
+	r.Close(0)
+	_ = s.Append(1, []byte("not seen"))
+	_ = s.Close()
+	s, err := Open(path, window)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Skip(1000)
+	if got := s.Resume(); got != 1000 {
+		t.Errorf("it goes on at %d", got)
+	}
+	_ = s.Append(2, []byte("after"))
+	_ = s.Close()
+	if s, err = Open(path, window); err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	s.Finish()
+	if got := s.Lost(); got != 1000-4 {
+		t.Errorf("lost %d, want 996", got)
+	}
+	if out := readAll(t, s); string(out[2]) != "after" || len(out[1]) != 0 {
+		t.Errorf("held: %q", out)
+	}
+}
+
+// TestFullDisk: output that cannot be written is counted and acknowledged, and ends no reader.
+func TestFullDisk(t *testing.T) {
+	s := New(filepath.Join(t.TempDir(), "gone", "out"), window)
+	defer s.Close()
+	var acked int
+	s.OnAck(func(n int) { acked += n })
+	if err := s.Append(1, make([]byte, 100_000)); err == nil {
+		t.Error("no error")
+	}
+	if err := s.Append(2, make([]byte, 11)); err != nil {
+		t.Errorf("the error came twice: %v", err)
+	}
+	s.Finish()
+	if s.Lost() != 100_011 || acked != 100_011 || s.End() != 100_011 {
+		t.Errorf("lost %d, acknowledged %d, end %d", s.Lost(), acked, s.End())
+	}
+	if out := readAll(t, s); len(out[1])+len(out[2]) != 0 {
+		t.Error("output from nowhere")
+	}
+}
+
+// TestRest: an ended command's output takes no descriptor until somebody reads it, and can be read again.
+func TestRest(t *testing.T) {
+	s := New(filepath.Join(t.TempDir(), "out"), window)
+	defer s.Close()
+	_ = s.Append(1, []byte("kept"))
+	s.Finish()
+	for range 2 {
+		if s.f != nil {
+			t.Error("the file is open")
+		}
+		if out := readAll(t, s); string(out[1]) != "kept" {
+			t.Errorf("held: %q", out[1])
+		}
 	}
 }
 

@@ -282,7 +282,7 @@ func (a *agent) execs(r *request) error {
 	a.mu.Lock()
 	head := guest.ExecsHead{Execs: make([]guest.HeldExec, 0, len(a.commands))}
 	for id, c := range a.commands {
-		head.Execs = append(head.Execs, guest.HeldExec{ID: id, Exit: c.out.done()})
+		head.Execs = append(head.Execs, guest.HeldExec{ID: id, Exit: c.out.done(), Offset: c.out.held()})
 	}
 	a.mu.Unlock()
 	a.starting.Unlock()

@@ -285,6 +285,13 @@ func (o *output) wake() {
 	o.mu.Unlock()
 }
 
+// held is the offset of the first byte that the host does not hold.
+func (o *output) held() int64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.base
+}
+
 // done says how the command ended, nil while it runs or output is left to read.
 func (o *output) done() *guest.Exit {
 	o.mu.Lock()
