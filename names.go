@@ -75,6 +75,24 @@ func CheckProcessName(name string) error {
 	return nil
 }
 
+// CheckRestart refuses a restart policy that no process can have.
+func CheckRestart(r RestartSpec) error {
+	switch r.Policy {
+	case RestartNo, RestartOnFailure, RestartAlways, RestartUnlessStopped:
+	default:
+		return Invalidf("restart policy %s is not valid: write no, on-failure, always or unless-stopped", Quote(r.Policy))
+	}
+	switch {
+	case r.Retries < 0:
+		return Invalidf("restart retries must be 0 (no cap) or more")
+	case r.Retries > 0 && r.Policy != RestartOnFailure:
+		return Invalidf("restart retries go with the policy on-failure only, not with %s", r.Policy)
+	case !(r.Backoff >= 0 && r.Backoff <= 60):
+		return Invalidf("restart backoff must be 0 to 60 seconds")
+	}
+	return nil
+}
+
 // CheckPolicyName refuses a name that a policy cannot have.
 func CheckPolicyName(name string) error {
 	if !policyNamePattern(name) {

@@ -45,6 +45,13 @@ var Routes = []Route{
 	{Method: "POST", Path: "/v0/sandboxes/{id}/exec/{exec}/kill", Scope: "exec"},
 	{Method: "POST", Path: "/v0/sandboxes/{id}/exec/{exec}/resize", Scope: "exec"},
 
+	{Method: "POST", Path: "/v0/sandboxes/{id}/processes", Scope: "exec"},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/processes", Scope: "sandbox:read"},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/processes/{name}", Scope: "sandbox:read"},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/processes/{name}/attach", Scope: "sandbox:read", Stream: true},
+	{Method: "POST", Path: "/v0/sandboxes/{id}/processes/{name}/kill", Scope: "exec"},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/processes/{name}/logs", Scope: "sandbox:read", Query: []string{"follow"}, Stream: true},
+
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path", "mode", "user", "parents"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path"}},
 	{Method: "HEAD", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path"}},

@@ -39,7 +39,8 @@ func (a *App) rootCommand() *cobra.Command {
 		return groupRun(cmd, args)
 	}
 	root.AddCommand(
-		a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
+		a.createCommand(), a.runCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
+		a.psCommand(), a.logsCommand(), a.killCommand(),
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.pullCommand(), a.imageCommand(), a.policyCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
@@ -63,6 +64,20 @@ func strict(cmd *cobra.Command) {
 	for _, c := range cmd.Commands() {
 		strict(c)
 	}
+}
+
+// laterOptions takes the options of a command that may also stand behind its first argument, and returns the arguments
+// alone. With anywhere they may stand between and behind the others too, else only before the second.
+func laterOptions(cmd *cobra.Command, args []string, anywhere bool) ([]string, error) {
+	if len(args) == 0 {
+		return nil, nil
+	}
+	f := cmd.Flags()
+	f.SetInterspersed(anywhere)
+	if err := f.Parse(args[1:]); err != nil {
+		return nil, err
+	}
+	return append(args[:1:1], f.Args()...), nil
 }
 
 // checkGlobals refuses global options that make no sense, and finds out whom the command talks to.

@@ -32,6 +32,7 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/guest"
 	"github.com/useshards/shard/internal/image"
 	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/provider"
@@ -104,6 +105,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.wg.Go(func() { e.ListProviders(e.ctx) }) // the first create need not wait for the probes
 	e.wg.Go(e.restartLoop)
+	e.wg.Go(e.revive)
 	return e, nil
 }
 
@@ -146,6 +148,8 @@ type record struct {
 	Prepared bool `json:"prepared,omitempty"`
 	// OOMInARow counts the kills for want of memory without steady running in between.
 	OOMInARow int `json:"oom_in_a_row,omitempty"`
+	// Runs is what the host knows of each named process beside its public record, by name.
+	Runs map[string]processRun `json:"runs,omitempty"`
 	// StoppedByUser says that a stop, not a death, ended it.
 	StoppedByUser bool `json:"stopped_by_user,omitempty"`
 }
@@ -159,16 +163,24 @@ type sandbox struct {
 	dir  string
 	verb chan struct{} // holds one token
 	rec  atomic.Pointer[record]
-	put  sync.Mutex // serialises update; held over the write of the record
+	put  sync.Mutex // serialises change; held over the write of the record
+	// early are the states of processes whose run is under way, by the agent's id: nil until the agent has told one.
+	// Guarded by put.
+	early map[string]*guest.ProcessState
 
 	mu       sync.Mutex
 	live     *live // the running machine
 	job      *job  // the create under way
 	commands []*Command
+
+	processes map[string]*process
+	attended  *guest.Session // the session whose stream of process states is read
+	changed   chan struct{}  // closed and replaced when the record has changed, or is gone
 }
 
 func (e *Engine) newSandbox(id string, rec *record) *sandbox {
-	sb := &sandbox{e: e, id: id, dir: e.records.Dir(id), verb: make(chan struct{}, 1)}
+	sb := &sandbox{e: e, id: id, dir: e.records.Dir(id), verb: make(chan struct{}, 1),
+		early: make(map[string]*guest.ProcessState), processes: make(map[string]*process), changed: make(chan struct{})}
 	sb.rec.Store(rec)
 	return sb
 }
@@ -179,14 +191,22 @@ func (sb *sandbox) ref() string { return sb.record().Sandbox.Ref() }
 
 // update changes the record: durably first, visibly then.
 func (sb *sandbox) update(change func(*record)) error {
+	return sb.change(func(r *record) bool { change(r); return true })
+}
+
+// change is update for a change that may turn out to be none: then it returns false.
+func (sb *sandbox) change(change func(*record) bool) error {
 	sb.put.Lock()
 	defer sb.put.Unlock()
 	next := *sb.record()
-	change(&next)
+	if !change(&next) {
+		return nil
+	}
 	if err := sb.e.records.Put(sb.id, &next); err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q", next.Sandbox.Ref())
 	}
 	sb.rec.Store(&next)
+	sb.wake()
 	return nil
 }
 

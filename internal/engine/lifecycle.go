@@ -122,12 +122,14 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 		now := time.Now().UTC().Truncate(time.Microsecond)
 		*r = *rec
 		callOff(r)
+		r.processesDue()
 		r.Handle, r.Intent, r.Prepared, r.StoppedByUser = inst.Handle(), "", true, false
 		r.Sandbox.State, r.Sandbox.StoppedReason, r.Sandbox.StartedAt = shard.StateRunning, "", &now
 	}); err != nil {
 		return err
 	}
 	e.enliven(sb, l)
+	e.startProcesses(sb, session)
 	return nil
 }
 
@@ -163,6 +165,7 @@ func (e *Engine) watch(sb *sandbox, l *live) {
 			fresh, err := connect(ctx, l.inst, sb.record())
 			cancel()
 			if err == nil {
+				e.resumeProcesses(sb, fresh)
 				sb.mu.Lock()
 				l.session = fresh
 				close(l.ready)
@@ -219,6 +222,7 @@ func (sb *sandbox) letGo() {
 	for _, c := range sb.unwatch() {
 		c.letGo()
 	}
+	sb.closeProcesses()
 }
 
 // unwatch forgets the machine and its session, and returns the commands it forgets with them.
@@ -315,6 +319,7 @@ const (
 func ended(exit provider.Exit) func(*record) {
 	return func(r *record) {
 		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateStopped, reasonDied, nil, ""
+		r.processesDown()
 		if exit.OOM {
 			oomKilled(r, time.Now().UTC().Truncate(time.Microsecond))
 		}
@@ -327,6 +332,7 @@ func (e *Engine) endLive(sb *sandbox, why string) {
 		c.discard(shard.Errorf(shard.CodeSandboxNotRunning, "%s while the command ran", why))
 		<-c.launched // a start under way has failed with the session, and makes no file any more
 	}
+	sb.restProcesses()
 }
 
 // teardown removes what a machine and its commands leave on the host, except its files and its address. Idempotent.
@@ -445,6 +451,7 @@ func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
 	}
 	return sb.update(func(r *record) {
 		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
+		r.processesDown()
 	})
 }
 
@@ -522,5 +529,6 @@ func (e *Engine) remove(ctx context.Context, sb *sandbox) error {
 		return shard.Wrap(shard.CodeInternal, err, "the files of sandbox %q could not be removed: try again", sb.ref())
 	}
 	e.drop(sb)
+	sb.closeProcesses()
 	return nil
 }

@@ -99,6 +99,7 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		err := e.teardown(ctx, sb)
 		return errors.Join(err, sb.update(func(r *record) {
 			r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
+			r.processesDown()
 		}))
 	case rec.Intent == "start":
 		err := e.teardown(ctx, sb)

@@ -41,6 +41,17 @@ func (s *Session) Resume(ctx context.Context, id string, offset int64, sink Sink
 	return s.command(ctx, OpResume, id, ResumeArgs{ID: id, Offset: offset}, sink)
 }
 
+// Run starts a named process under the agent's supervision; otherwise it is as Exec. The sink gets the output of all its
+// runs; Exited says only that the agent no longer holds it.
+func (s *Session) Run(ctx context.Context, spec ProcessSpec, sink Sink) (*Command, error) {
+	return s.command(ctx, OpRun, spec.ID, spec, sink)
+}
+
+// Follow continues the output of a process that an earlier session ran, at Head.Offset.
+func (s *Session) Follow(ctx context.Context, id string, offset int64, sink Sink) (*Command, error) {
+	return s.command(ctx, OpFollow, id, ResumeArgs{ID: id, Offset: offset}, sink)
+}
+
 func (s *Session) command(ctx context.Context, op, id string, args any, sink Sink) (*Command, error) {
 	c := &Command{ID: id, st: s.newStream(sink)}
 	if err := c.st.start(ctx, op, args, &c.Head); err != nil {

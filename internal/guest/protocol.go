@@ -42,6 +42,14 @@
 // unacknowledged the agent does not read the program's pipes, and the program waits as on any full pipe. When a
 // command has ended, the agent keeps its exit until OpForget.
 //
+// # Processes
+//
+// A named process is supervised by the agent, which starts it again as its policy says, with or without a host to look.
+// Its output, stdout and stderr together as channel 1, is one stream over all its runs, and goes the way of an exec's: run
+// begins it, follow continues it after a new session, behind the given count of bytes, or behind what the agent still
+// holds if that is more. The stream of processes tells how each process stands, then every change; a state that the host
+// did not take before the next one came is left out. Sequence numbers grow with each change of any process.
+//
 // Done of an exec comes after all that the command itself wrote. Processes that it left behind with its pipes are heard
 // until they are silent for 200 ms, for 2 s at most.
 package guest
@@ -52,7 +60,10 @@ import (
 	"errors"
 	"strconv"
 	"strings"
+	"time"
 	"unicode/utf8"
+
+	"github.com/useshards/shard"
 )
 
 // Sizes, in bytes.
@@ -106,6 +117,11 @@ const (
 	OpSignal = "signal" // SignalArgs → –
 	OpResize = "resize" // ResizeArgs → –
 	OpForget = "forget" // ForgetArgs → –       the host has the exit durably
+	OpRun    = "run"    // ProcessSpec → ExecHead  starts a named process, output by Data, Done when it is dropped or replaced
+	OpFollow = "follow" // ResumeArgs → ExecHead  a process's output in a new session
+	OpStates = "states" // – → StatesHead, then Data: one JSON ProcessState per line
+	OpKill   = "kill"   // KillArgs → –           ends a process for good; its state tells when it has ended
+	OpDrop   = "drop"   // ForgetArgs → –         forgets a process, and ends it with KILL if it runs
 	OpStop   = "stop"   // StopArgs → –         TERM to all, wait, KILL, sync; answers when only PID 1 is left
 
 	OpQuiesce = "quiesce" // – → QuiesceHead    before a checkpoint: the agent holds no channel but its first
@@ -276,6 +292,8 @@ type ExecSpec struct {
 type ExecHead struct {
 	PID        int   `json:"pid"`
 	StdinBytes int64 `json:"stdin_bytes"`
+	// Offset is where a process's output goes on.
+	Offset int64 `json:"offset,omitempty"`
 }
 
 // ResumeArgs continues a command's output behind the first Offset bytes.
@@ -313,6 +331,45 @@ type ResizeArgs struct {
 // ForgetArgs drops an ended command.
 type ForgetArgs struct {
 	ID string `json:"id"`
+}
+
+// ProcessSpec is a named process to start and to supervise. ID is the host's, new for each run of a name; a process of
+// the same name that has ended is forgotten. Env is complete but for HOME.
+type ProcessSpec struct {
+	ID      string            `json:"id"`
+	Name    string            `json:"name"`
+	Argv    Strings           `json:"argv"`
+	Env     Strings           `json:"env,omitempty"`
+	Workdir Path              `json:"workdir,omitempty"` // default /
+	User    string            `json:"user,omitempty"`
+	Restart shard.RestartSpec `json:"restart"`
+	// Keep makes a program that cannot be started a run that failed, to be tried again, instead of a refusal.
+	Keep bool `json:"keep,omitempty"`
+}
+
+// StatesHead lists the processes that the agent holds, by id.
+type StatesHead struct {
+	Held []string `json:"held"`
+}
+
+// ProcessState is how a process stands. Start and End are offsets in its output: where its latest run begins and, when it
+// waits for the next or is over, where that run ended.
+type ProcessState struct {
+	Seq       uint64    `json:"seq"`
+	ID        string    `json:"id"`
+	State     string    `json:"state"` // of shard's process states, never stopped
+	Restarts  int       `json:"restarts"`
+	Killed    bool      `json:"killed,omitempty"`
+	Exit      *Exit     `json:"exit,omitempty"` // of the latest run that ended
+	StartedAt time.Time `json:"started_at"`
+	Start     int64     `json:"start"`
+	End       int64     `json:"end,omitempty"`
+}
+
+// KillArgs ends a process: TERM to its group and KILL after GraceMillis, or KILL at once when that is 0.
+type KillArgs struct {
+	ID          string `json:"id"`
+	GraceMillis int64  `json:"grace_ms"`
 }
 
 // StopArgs ends everything but PID 1. GraceMillis is the time between TERM and KILL.

@@ -377,5 +377,5 @@ func (st *Stream) takeDone(done Done) error {
 var guestCodes = map[shard.Code]bool{
 	shard.CodeInvalidRequest: true, shard.CodeNotFound: true, shard.CodeUnsupported: true, shard.CodeInUse: true,
 	shard.CodeExecExited: true, shard.CodeExecRunning: true, shard.CodeBodyTooLarge: true, shard.CodeCommandNotStarted: true,
-	shard.CodeExecLimit: true, shard.CodeSandboxNotRunning: true,
+	shard.CodeExecLimit: true, shard.CodeSandboxNotRunning: true, shard.CodeNameTaken: true,
 }

@@ -24,6 +24,7 @@ const (
 // agent is the state of PID 1.
 type agent struct {
 	reaper *reaper
+	sup    supervisor
 	null   int // /dev/null, opened before anything in the sandbox could replace it
 	ops    map[string]func(*request) (guest.Done, error)
 
@@ -90,6 +91,7 @@ func run() error {
 		guest.OpUser: plain(user),
 		guest.OpExec: a.exec, guest.OpResume: a.resume, guest.OpExecs: plain(a.execs),
 		guest.OpSignal: plain(a.signal), guest.OpResize: plain(a.resize), guest.OpForget: plain(a.forget),
+		guest.OpRun: a.run, guest.OpFollow: a.follow, guest.OpStates: plain(a.states), guest.OpKill: plain(a.kill), guest.OpDrop: plain(a.drop),
 		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce), guest.OpWatch: plain(watch),
 	}
 	go a.reaper.run()

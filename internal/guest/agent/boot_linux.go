@@ -15,7 +15,10 @@ import (
 	"github.com/useshards/shard/internal/guest"
 )
 
-const killTime = 10 * time.Second // for what got KILL to be gone
+const (
+	killTime = 10 * time.Second // for what got KILL to be gone
+	tellTime = 2 * time.Second  // for the last words of processes to go to the host
+)
 
 // boot prepares the sandbox's files for a start. Nothing of the guest runs yet, but its files may be of its making.
 func (a *agent) boot(r *request) error {
@@ -98,6 +101,7 @@ func (a *agent) stop(r *request) error {
 	if !a.waitAlone(grace, 0) && !a.waitAlone(killTime, unix.SIGKILL) {
 		return shard.Errorf(shard.CodeInternal, "processes of the sandbox are still there after KILL")
 	}
+	a.sup.tell(tellTime)
 	// Not sync: with a kernel that is the host's, that would wait for every other sandbox's disk.
 	root, err := unix.Open("/", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err == nil {

@@ -18,14 +18,17 @@ const (
 	defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
-// command is one exec: it runs on when the session is lost, and is held until the host forgets it.
+// command is one exec, or one run of a process. An exec runs on when the session is lost, and is held until the host
+// forgets it.
 type command struct {
 	id    string
 	pid   int
 	tty   *os.File // the terminal's master side, nil without one
 	in    *inbox   // nil: /dev/null
 	input *os.File // where in goes: the pipe, or tty
-	out   output
+	out   *output
+	// over takes the exit of a process's run; nil for an exec. What is left of a run's process group ends with it.
+	over chan guest.Exit
 }
 
 // ended is called once by the reaper.
@@ -39,6 +42,9 @@ func (c *command) ended(status unix.WaitStatus) {
 		c.input.SetWriteDeadline(time.Unix(1, 0)) // a process left behind may hold a full pipe
 	}
 	c.out.finish(exit)
+	if c.over != nil {
+		c.over <- exit // has room
+	}
 }
 
 // exec starts a command and sends its output.
@@ -54,8 +60,7 @@ func (a *agent) exec(r *request) (guest.Done, error) {
 	if err != nil {
 		return guest.Done{}, err
 	}
-	c := &command{id: spec.ID}
-	c.out.cond.L = &c.out.mu
+	c := &command{id: spec.ID, out: newOutput()}
 	if err := a.hold(c, r, &spec, user); err != nil {
 		return guest.Done{}, err
 	}
@@ -136,18 +141,7 @@ func (c *command) serve(r *request, offset int64) (guest.Done, error) {
 	if err := r.Head(head); err != nil {
 		return guest.Done{}, err
 	}
-	for {
-		p, exit, err := c.out.next(r)
-		switch {
-		case err != nil:
-			return guest.Done{}, err
-		case exit != nil:
-			return guest.Done{Exit: exit}, nil
-		}
-		if err := r.s.writeData(r.id, p.channel, p.data); err != nil {
-			return guest.Done{}, err
-		}
-	}
+	return c.out.send(r)
 }
 
 // start forks the command with its pipes or terminal.
@@ -160,7 +154,7 @@ func (a *agent) start(c *command, r *request, spec *guest.ExecSpec, user guest.U
 		return err
 	}
 	var child []int // the command's ends
-	var ours []*os.File
+	var ours, outs []*os.File
 	defer func() {
 		for _, fd := range child {
 			unix.Close(fd)
@@ -182,12 +176,17 @@ func (a *agent) start(c *command, r *request, spec *guest.ExecSpec, user guest.U
 		child, ours = []int{slave}, []*os.File{master}
 		attr.Files = []uintptr{uintptr(slave), uintptr(slave), uintptr(slave)}
 		attr.Sys.Setsid, attr.Sys.Setctty = true, true
-		c.tty, c.out.files, c.input = master, ours, master
+		c.tty, c.input = master, master
+		outs = ours
 	} else {
 		attr.Sys.Setpgid = true
 		attr.Files = []uintptr{uintptr(a.null), 0, 0}
 		for n := range 3 {
-			if n == 0 && !spec.Stdin {
+			switch {
+			case n == 0 && !spec.Stdin:
+				continue
+			case n == 2 && c.over != nil: // one channel, in the order of writing
+				attr.Files[2] = attr.Files[1]
 				continue
 			}
 			end := 0 // we read its output
@@ -203,18 +202,19 @@ func (a *agent) start(c *command, r *request, spec *guest.ExecSpec, user guest.U
 			if n == 0 {
 				c.input = mine
 			} else {
-				c.out.files = append(c.out.files, mine)
+				outs = append(outs, mine)
 			}
 		}
 	}
 	if spec.Stdin {
 		c.in = r.inbox().keep()
 	}
-	c.out.readers = len(c.out.files)
+	c.out.begin(outs)
 	if err := a.launch(c, spec.Argv, dir, attr); err != nil {
+		c.out.begin(nil)
 		return err
 	}
-	for i, f := range c.out.files {
+	for i, f := range outs {
 		go c.out.follow(f, byte(guest.ChannelStdout+i))
 	}
 	if spec.Stdin {

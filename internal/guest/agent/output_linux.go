@@ -49,8 +49,9 @@ func recycle(b []byte) {
 	}
 }
 
-// output is what a command has written and the host does not hold yet, at most guest.Window bytes, in the order in
-// which it was read. The lock comes before a request's. Offsets count the bytes of both channels.
+// output is what a command, or a process over all its runs, has written and the host does not hold yet, at most
+// guest.Window bytes, in the order in which it was read. The lock comes before a request's. Offsets count the bytes of
+// both channels.
 type output struct {
 	mu       sync.Mutex
 	cond     sync.Cond
@@ -64,6 +65,54 @@ type output struct {
 	exit     guest.Exit
 	sender   *request // the stream that the output goes to
 	sent     int64    // by sender; base ≤ sent ≤ end
+	lasting  bool     // a process's: it is over when it is closed, not when a run has ended
+	closed   bool
+}
+
+func newOutput() *output {
+	o := &output{}
+	o.cond.L = &o.mu
+	return o
+}
+
+// begin says that a run begins, which writes to files.
+func (o *output) begin(files []*os.File) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.files, o.readers, o.ended = files, len(files), time.Time{}
+}
+
+// drain waits until all that the run that has ended wrote was read, and returns the offset behind it.
+func (o *output) drain() int64 {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for o.readers > 0 {
+		o.cond.Wait()
+	}
+	return o.end
+}
+
+// close says that there will be no other run.
+func (o *output) close() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.closed = true
+	o.cond.Broadcast()
+}
+
+// over says whether no more output can come. The caller holds mu.
+func (o *output) over() bool {
+	if o.lasting {
+		return o.closed
+	}
+	return !o.ended.IsZero() && o.readers == 0
+}
+
+// told says whether nothing is left to read, and nothing to send to a host that listens.
+func (o *output) told() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.readers == 0 && (o.sender == nil || o.sent == o.end)
 }
 
 // follow reads f until its end and appends what comes to the output.
@@ -149,7 +198,11 @@ func (o *output) reserve(n int) (room int, ended time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for {
-		if room = guest.Window - int(o.end-o.base) - o.reserved; room > 0 && len(o.pieces) < maxPieces {
+		most := guest.Window
+		if o.lasting && !o.ended.IsZero() {
+			most += largePipe // the next run, and who waits for this one's end, must not depend on a host that reads
+		}
+		if room = most - int(o.end-o.base) - o.reserved; room > 0 && len(o.pieces) < maxPieces {
 			room = min(room, n)
 			o.reserved += room
 			return room, o.ended
@@ -252,18 +305,34 @@ func (o *output) next(r *request) (piece, *guest.Exit, error) {
 		if o.sender != r {
 			return piece{}, nil, errGone
 		}
-		if o.sent < o.end {
+		if credit := guest.Window - int(o.sent-o.base); o.sent < o.end && credit > 0 {
 			p := o.pieces[sort.Search(len(o.pieces), func(i int) bool { return o.pieces[i].offset > o.sent })-1]
 			skip := int(o.sent - p.offset)
-			p.data = p.data[skip:min(len(p.data), skip+guest.MaxData)]
+			p.data = p.data[skip:min(len(p.data), skip+min(guest.MaxData, credit))]
 			o.sent += int64(len(p.data))
 			return p, nil, nil
 		}
-		if !o.ended.IsZero() && o.readers == 0 {
+		if o.sent == o.end && o.over() {
 			exit := o.exit
 			return piece{}, &exit, nil
 		}
 		o.cond.Wait()
+	}
+}
+
+// send sends what comes until the output is over, and how it ended.
+func (o *output) send(r *request) (guest.Done, error) {
+	for {
+		p, exit, err := o.next(r)
+		switch {
+		case err != nil:
+			return guest.Done{}, err
+		case exit != nil:
+			return guest.Done{Exit: exit}, nil
+		}
+		if err := r.s.writeData(r.id, p.channel, p.data); err != nil {
+			return guest.Done{}, err
+		}
 	}
 }
 

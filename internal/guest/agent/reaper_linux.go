@@ -38,6 +38,9 @@ func (r *reaper) reap() bool {
 		c := r.commands[pid]
 		if err == nil && pid > 0 {
 			delete(r.commands, pid)
+			if c != nil && c.over != nil {
+				_ = unix.Kill(-pid, unix.SIGKILL) // under mu: the number is not used again so soon
+			}
 		}
 		r.mu.Unlock()
 		switch {
