@@ -99,7 +99,7 @@ func (a *API) putFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	if c.r.ContentLength < 0 || c.r.Header.Get("Content-Length") == "" {
+	if n := c.r.ContentLength; n < 0 || n == 0 && c.r.Header.Get("Content-Length") == "" {
 		return shard.Invalidf("the request has no Content-Length: say how long the file is")
 	}
 	m, err := mode(c.text("mode"))
