@@ -82,6 +82,12 @@ func (c *Compiled) Explain(q Question) Explanation {
 	v := c.Request(q.Host, netip.Addr{}, q.Protocol, q.Port)
 	text := c.sentence(q, v)
 	switch {
+	case v.Allow && v.Step >= 0 && c.Steps[v.Step].Target == TargetNames:
+		for _, s := range c.Steps[:v.Step] {
+			if s.Target == TargetPrefix && !s.Allow && s.Flows.Has(q.Protocol, q.Port) {
+				text += fmt.Sprintf("; unless it leads to an address that rule %s (%s) is about", s.ID, s.Text)
+			}
+		}
 	case v.Allow && v.Step >= 0 && c.Steps[v.Step].Target == TargetAll, v.Rule == RuleNone:
 		text += "; where the name leads to a private address it is dropped all the same"
 	case v.Step < 0:

@@ -10,7 +10,8 @@
 //	all three           Dropped, before any rule
 //
 // All port-53 traffic of a sandbox with a policy goes to the resolver, wherever it was sent and even where the policy
-// opens no DNS: a lookup that is refused at once is better than one that is dropped and waits.
+// opens no DNS: a lookup that is refused at once is better than one that is dropped and waits. Packet says whether the
+// policy opens port 53 of UDP and of TCP.
 package policy
 
 import (

@@ -431,6 +431,7 @@ func TestExplain(t *testing.T) {
 		{"deny any", "b.com", "", "b.com tcp:443 is denied: rule 1 (deny any) is the first that matches; the name cannot be looked up"},
 		{"allow a.com", "a.com", "22", "a.com tcp:22 is denied: no rule of the policy matches; the name can be looked up, and a rule with the address it leads to might still decide"},
 		{"allow a.com", "198.51.100.7", "", "198.51.100.7 tcp:443 is denied: no rule of the policy matches; rules with names open an address only once one of their names was looked up and led there"},
+		{"deny 198.51.100.0/24; allow a.com", "a.com", "", "a.com tcp:443 is allowed: rule 4 (allow a.com) is the first that matches; unless it leads to an address that rule 3 (deny 198.51.100.0/24) is about"},
 		{"allow any", "[::1]", "icmp", "::1 icmp is denied: the host drops this destination for every sandbox, and no rule can open it"},
 		{"allow a.com", "198.51.100.7", "udp:53", "198.51.100.7 udp:53 is allowed: rule 1 (allow dns udp:53) is the first that matches; all traffic to port 53 goes to the sandbox's resolver"},
 		{"allow any", "a.com", "", "a.com tcp:443 is allowed: rule 1 (allow any) is the first that matches; where the name leads to a private address it is dropped all the same"},
