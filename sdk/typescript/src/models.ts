@@ -1,0 +1,443 @@
+/** The values that the SDK takes and returns. What a server may leave out is null; lists are empty instead. */
+
+import { Fields } from "./records.js";
+
+/** A host port that is forwarded to a port on the sandbox's 127.0.0.1. Ports are 1 to 65535. */
+export interface PortForward {
+  hostPort: number;
+  guestPort: number;
+  /** Whether the host listens on 0.0.0.0; else on 127.0.0.1 only. Default false. */
+  public?: boolean | undefined;
+}
+
+/** The size of a terminal in character cells, each 0 to 65535. */
+export interface TerminalSize {
+  rows: number;
+  cols: number;
+}
+
+/** When the supervisor starts a process again. */
+export interface Restart {
+  /** "no", "on-failure", "always" or "unless-stopped". */
+  policy: "no" | "on-failure" | "always" | "unless-stopped" | (string & {});
+  /** With "on-failure": how many times in a row; 0, the default, is without a cap. */
+  retries?: number | undefined;
+  /** The first wait in seconds, up to 60; 0, the default, is 1 s. Each further wait doubles, up to 60 s. */
+  backoff?: number | undefined;
+}
+
+/** One rule of a network policy; the first that matches decides, and what none matches is denied. */
+export interface PolicyRule {
+  action: "allow" | "deny" | (string & {});
+  /** `DEST [tcp|udp[:PORTS]]`, such as "api.example.com", "suffix:example.com tcp:443" or "any". */
+  rule: string;
+}
+
+/** How a process ended: its exit code, and the number of the signal that ended it or 0. */
+export interface ExitStatus {
+  code: number;
+  signal: number;
+}
+
+/** How a command ended and the newest of its output. */
+export interface CommandResult {
+  /** The command's id. */
+  id: string;
+  /** Its exit code; 128 plus the number for a death by signal. */
+  exitCode: number;
+  /** Always null: a signal shows in the exit code. */
+  signal: number | null;
+  /** The newest output as text; what is not UTF-8 shows as U+FFFD. */
+  stdout: string;
+  stderr: string;
+  /** Output in bytes that the daemon dropped before any client read it. */
+  lostBytes: number;
+}
+
+/** The daemon's record of a command. */
+export interface CommandInfo {
+  id: string;
+  /** The id of its sandbox. */
+  sandbox: string;
+  command: string[];
+  state: "running" | "exited" | (string & {});
+  /** Null while it runs. */
+  exitCode: number | null;
+  /** Always null: a signal shows in the exit code. */
+  signal: number | null;
+  startedAt: Date;
+  /** Null while it runs. */
+  exitedAt: Date | null;
+  lostBytes: number;
+}
+
+/** Where a process stands. */
+export interface ProcessStatus {
+  state: "running" | "restarting" | "exited" | "killed" | "gave-up" | "stopped" | (string & {});
+  /** How often it was started again since it was run or the sandbox started. */
+  restarts: number;
+  /** How it last ended, null before. */
+  exit: ExitStatus | null;
+  /** When it last started, null before. */
+  startedAt: Date | null;
+}
+
+/** The record of a named process. */
+export interface ProcessInfo {
+  name: string;
+  command: string[];
+  restart: { policy: string; retries: number; backoff: number };
+  /** Whether kill() ended it. */
+  killed: boolean;
+  status: ProcessStatus;
+  /** Variables of its own, as "NAME=value". */
+  env: string[];
+  /** Its own, null for the sandbox's. */
+  workdir: string | null;
+  user: string | null;
+}
+
+/** The bounds of a sandbox: MiB of memory, disk and swap, and CPUs. 0 is no bound; a disk always has one. */
+export interface Resources {
+  memoryMiB: number;
+  vcpus: number;
+  diskMiB: number;
+  swapMiB: number;
+}
+
+/** That the host ended the sandbox for want of memory. */
+export interface OOMInfo {
+  /** How often, at least 1. */
+  kills: number;
+  killedAt: Date;
+  /** When the daemon starts the sandbox again, null when no start is due. */
+  restartAt: Date | null;
+}
+
+/** A rule of the egress policy as the host enforces it. */
+export interface EffectiveRule {
+  /** Its position, from "1"; a decision names it. */
+  id: string;
+  action: string;
+  rule: string;
+  /** "dns" or "dns-rule" when nobody wrote it, else null. */
+  implied: string | null;
+}
+
+/** What the host enforces on a sandbox's traffic; `missing` says that the policy is lost and nothing is reachable. */
+export interface Egress {
+  rules: EffectiveRule[];
+  missing: boolean;
+}
+
+/** The record of a sandbox. */
+export interface SandboxInfo {
+  id: string;
+  image: string;
+  provider: string;
+  state: "pending" | "created" | "running" | "paused" | "unresponsive" | "stopped" | "failed" | (string & {});
+  resources: Resources;
+  createdAt: Date;
+  name: string | null;
+  digest: string | null;
+  snapshot: string | null;
+  forkedFrom: string | null;
+  kernel: string | null;
+  /** Why it is in that state, null in others. */
+  stoppedReason: string | null;
+  failedReason: string | null;
+  /** Set when the host ended it for want of memory. */
+  oom: OOMInfo | null;
+  processes: ProcessInfo[];
+  /** The names of the secrets that it holds. */
+  secrets: string[];
+  policy: string | null;
+  ports: Required<{ [K in keyof PortForward]: NonNullable<PortForward[K]> }>[];
+  /** The last start, null before the first. */
+  startedAt: Date | null;
+  /** The rules in force; only inspect() and get() read them, and only a sandbox with a policy has them. */
+  egress: Egress | null;
+}
+
+/** The server's version and the version of its API. */
+export interface Version {
+  version: string;
+  apiVersion: string;
+}
+
+/** Which verbs the server's default provider supports; `swap` says whether swapMiB above 0 is allowed. */
+export interface Capabilities {
+  create: boolean;
+  start: boolean;
+  stop: boolean;
+  remove: boolean;
+  pause: boolean;
+  resume: boolean;
+  fork: boolean;
+  snapshot: boolean;
+  port: boolean;
+  swap: boolean;
+}
+
+/** An address of the host at which a forward is reached, and the interface that has it. */
+export interface HostAddress {
+  interface: string;
+  address: string;
+}
+
+/** A forward as it stands. */
+export interface Port {
+  /** The sandbox's id. */
+  sandbox: string;
+  sandboxName: string | null;
+  hostPort: number;
+  guestPort: number;
+  public: boolean;
+  /** Where the host listens: "127.0.0.1" or "0.0.0.0". */
+  address: string;
+  /** False while the sandbox does not run or the host refuses the port. */
+  listening: boolean;
+  /** Why the host refuses it, else null. */
+  error: string | null;
+  /** The addresses a client connects to. */
+  reachableOn: HostAddress[];
+}
+
+/** What a path is; of a link, the link itself. */
+export interface FileInfo {
+  type: "file" | "dir" | "symlink" | "other" | (string & {});
+  /** In bytes; devices and /proc files report 0 or less than they give. */
+  size: number;
+  /** Permission bits with setuid, setgid and sticky, up to 0o7777. */
+  mode: number;
+  uid: number;
+  gid: number;
+  /** The last change of its contents. */
+  mtime: Date;
+}
+
+/** One entry of a directory. */
+export interface FileEntry extends FileInfo {
+  name: string;
+}
+
+/** The record of a snapshot: the files of a sandbox, which outlive it. */
+export interface Snapshot {
+  id: string;
+  name: string | null;
+  /** The id and the name of the sandbox that it was made from. */
+  source: string;
+  sourceName: string | null;
+  image: string;
+  digest: string;
+  provider: string;
+  /** The source's bounds, in MiB. */
+  diskMiB: number;
+  memoryMiB: number;
+  /** What it occupies on the host, in bytes. */
+  size: number;
+  createdAt: Date;
+}
+
+/** A stored secret without its value, which is never read back. */
+export interface SecretInfo {
+  name: string;
+  destinations: string[];
+  placeholder: string;
+  updatedAt: Date;
+}
+
+/** A network policy. */
+export interface Policy {
+  name: string;
+  rules: PolicyRule[];
+  /** The sandboxes that hold it. Empty in policies.list(). */
+  holders: string[];
+  /** "open" or "closed": whether it lets names be looked up. "" in policies.list(). */
+  dns: string;
+}
+
+/** One decision about a sandbox's traffic. Headers, bodies and secret values are never part of it. */
+export interface EgressDecision {
+  time: Date;
+  source: "proxy" | "dns" | "host" | (string & {});
+  verdict: "allow" | "deny" | (string & {});
+  /** The id of the rule that decided, or a word such as "default" or "private". */
+  rule: string;
+  host: string | null;
+  port: number | null;
+  address: string | null;
+  ruleText: string | null;
+  reason: string | null;
+}
+
+/** A rule of the wire in the form in which it is written. */
+function ruleText(f: Fields): string {
+  const destination = f.object("destination", (d) => ({ kind: d.text("kind"), value: d.text("value") }), "a destination");
+  const protocol = f.maybeText("protocol");
+  const ports = f.texts("ports");
+  const name = destination.kind === "domain-suffix" ? `suffix:${destination.value}` : destination.value;
+  return name + (protocol === null ? "" : ` ${protocol}`) + (protocol === null || ports.length === 0 ? "" : `:${ports.join(",")}`);
+}
+
+export const toPolicy = (f: Fields): Policy => ({
+  name: f.text("name"),
+  rules: f.objects("rules", (r) => ({ action: r.text("action"), rule: ruleText(r) }), "a rule"),
+  holders: f.texts("holders"),
+  dns: f.maybeText("dns") ?? "",
+});
+
+const toExitStatus = (f: Fields): ExitStatus => ({ code: f.number("code"), signal: f.number("signal") });
+
+export const toCommandInfo = (f: Fields): CommandInfo => {
+  const ended = f.maybeObject("exit_status", toExitStatus, "an exit status");
+  return {
+    id: f.text("exec"),
+    sandbox: f.text("sandbox"),
+    command: f.texts("command"),
+    state: f.text("state"),
+    exitCode: ended?.code ?? null,
+    signal: ended?.signal || null,
+    startedAt: f.time("started_at"),
+    exitedAt: f.maybeTime("exited_at"),
+    lostBytes: f.maybeNumber("lost_bytes") ?? 0,
+  };
+};
+
+export const toProcessInfo = (f: Fields): ProcessInfo => ({
+  name: f.text("name"),
+  command: f.texts("command"),
+  restart: f.object(
+    "restart",
+    (r) => ({ policy: r.text("policy"), retries: r.maybeNumber("retries") ?? 0, backoff: r.maybeReal("backoff") ?? 0 }),
+    "a restart policy",
+  ),
+  killed: f.flag("killed"),
+  status: f.object(
+    "status",
+    (s) => ({
+      state: s.text("state"),
+      restarts: s.maybeNumber("restarts") ?? 0,
+      exit: s.maybeObject("exit", toExitStatus, "an exit status"),
+      startedAt: s.maybeTime("started_at"),
+    }),
+    "a process's status",
+  ),
+  env: f.texts("env"),
+  workdir: f.maybeText("workdir"),
+  user: f.maybeText("user"),
+});
+
+const toRule = (f: Fields): EffectiveRule => ({
+  id: f.text("id"),
+  action: f.text("action"),
+  rule: ruleText(f),
+  implied: f.maybeText("implied"),
+});
+
+export const toSandboxInfo = (f: Fields): SandboxInfo => ({
+  id: f.text("id"),
+  image: f.text("image"),
+  provider: f.text("provider"),
+  state: f.text("state"),
+  resources: f.object(
+    "resources",
+    (r) => ({
+      memoryMiB: r.number("memory_mib"),
+      vcpus: r.number("vcpus"),
+      diskMiB: r.number("disk_mib"),
+      swapMiB: r.number("swap_mib"),
+    }),
+    "a sandbox's resources",
+  ),
+  createdAt: f.time("created_at"),
+  name: f.maybeText("name"),
+  digest: f.maybeText("digest"),
+  snapshot: f.maybeText("snapshot"),
+  forkedFrom: f.maybeText("forked_from"),
+  kernel: f.maybeText("kernel"),
+  stoppedReason: f.maybeText("stopped_reason"),
+  failedReason: f.maybeText("failed_reason"),
+  oom: f.maybeObject(
+    "oom",
+    (o) => ({ kills: o.number("kills"), killedAt: o.time("killed_at"), restartAt: o.maybeTime("restart_at") }),
+    "a sandbox's oom",
+  ),
+  processes: f.objects("processes", toProcessInfo, "a process"),
+  secrets: f.texts("secrets"),
+  policy: f.maybeText("policy"),
+  ports: f.objects("ports", (p) => ({ hostPort: p.number("host_port"), guestPort: p.number("guest_port"), public: p.flag("public") }), "a port"),
+  startedAt: f.maybeTime("started_at"),
+  egress: f.maybeObject("egress", (e) => ({ rules: e.objects("rules", toRule, "a rule"), missing: e.flag("missing") }), "a sandbox's egress"),
+});
+
+export const toVersion = (f: Fields): Version => ({ version: f.text("version"), apiVersion: f.text("api_version") });
+
+export const toCapabilities = (f: Fields): Capabilities => ({
+  create: f.flag("create"),
+  start: f.flag("start"),
+  stop: f.flag("stop"),
+  remove: f.flag("remove"),
+  pause: f.flag("pause"),
+  resume: f.flag("resume"),
+  fork: f.flag("fork"),
+  snapshot: f.flag("snapshot"),
+  port: f.flag("port"),
+  swap: f.flag("swap"),
+});
+
+export const toPort = (f: Fields): Port => ({
+  sandbox: f.text("sandbox"),
+  sandboxName: f.maybeText("sandbox_name"),
+  hostPort: f.number("host_port"),
+  guestPort: f.number("guest_port"),
+  public: f.flag("public"),
+  address: f.text("address"),
+  listening: f.flag("listening"),
+  error: f.maybeText("error"),
+  reachableOn: f.objects("reachable_on", (a) => ({ interface: a.text("interface"), address: a.text("address") }), "an address"),
+});
+
+export const toFileInfo = (f: Fields): FileInfo => ({
+  type: f.text("type"),
+  size: f.number("size"),
+  mode: f.number("mode"),
+  uid: f.number("uid"),
+  gid: f.number("gid"),
+  mtime: f.time("mtime"),
+});
+
+export const toFileEntry = (f: Fields): FileEntry => ({ name: f.text("name"), ...toFileInfo(f) });
+
+export const toSnapshot = (f: Fields): Snapshot => ({
+  id: f.text("id"),
+  name: f.maybeText("name"),
+  source: f.text("source"),
+  sourceName: f.maybeText("source_name"),
+  image: f.text("image"),
+  digest: f.text("digest"),
+  provider: f.text("provider"),
+  diskMiB: f.number("disk_mib"),
+  memoryMiB: f.number("memory_mib"),
+  size: f.number("size"),
+  createdAt: f.time("created_at"),
+});
+
+export const toSecretInfo = (f: Fields): SecretInfo => ({
+  name: f.text("name"),
+  destinations: f.texts("destinations"),
+  placeholder: f.text("placeholder"),
+  updatedAt: f.time("updated_at"),
+});
+
+export const toEgressDecision = (f: Fields): EgressDecision => ({
+  time: f.time("time"),
+  source: f.text("source"),
+  verdict: f.text("verdict"),
+  rule: f.text("rule"),
+  host: f.maybeText("host"),
+  port: f.maybeNumber("port"),
+  address: f.maybeText("address"),
+  ruleText: f.maybeText("rule_text"),
+  reason: f.maybeText("reason"),
+});
