@@ -3,6 +3,8 @@ package shard
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 )
 
 // Code is the machine-readable name of a refusal. Clients match on it; the set is closed (contract §3.3).
@@ -50,6 +52,9 @@ func (c Code) Status() int {
 	}
 	return 500
 }
+
+// Codes is every code, in order of the alphabet.
+func Codes() []Code { return slices.Sorted(maps.Keys(statusOf)) }
 
 // Error is a refusal or a failure with a text that is safe to show to any client, and a private cause
 // that only the daemon's log may show.

@@ -35,7 +35,7 @@ type Config struct {
 	// Version is the daemon's.
 	Version string
 	// Status is the answer of /v0/daemon.
-	Status func() any
+	Status func() shard.DaemonStatus
 	Log    *slog.Logger
 }
 

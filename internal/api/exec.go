@@ -51,7 +51,7 @@ func (a *API) listExecs(c *call) error {
 	if err != nil {
 		return err
 	}
-	return c.json(200, map[string]any{"execs": items, "next": next})
+	return c.json(200, shard.ExecList{Execs: items, Next: next})
 }
 
 func (a *API) getExec(c *call) error {
@@ -77,9 +77,7 @@ func (a *API) deleteExec(c *call) error {
 }
 
 func (a *API) killExec(c *call) error {
-	var req struct {
-		Signal string `json:"signal"`
-	}
+	var req shard.KillRequest
 	if err := c.body(&req, true); err != nil {
 		return err
 	}
@@ -207,10 +205,7 @@ func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachme
 			if rec.ExitStatus == nil {
 				return false
 			}
-			return send(closing(frameExit, struct {
-				shard.ExitStatus
-				LostBytes int64 `json:"lost_bytes,omitempty"`
-			}{*rec.ExitStatus, rec.LostBytes})) == nil
+			return send(closing(frameExit, shard.ExitMessage{ExitStatus: *rec.ExitStatus, LostBytes: rec.LostBytes})) == nil
 		}
 		if _, public := errors.AsType[*shard.Error](err); !public {
 			return false

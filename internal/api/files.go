@@ -204,12 +204,7 @@ func (c *call) beginList() {
 }
 
 func (a *API) mkdir(c *call) error {
-	var req struct {
-		Path    string `json:"path"`
-		Mode    string `json:"mode"`
-		Parents bool   `json:"parents"`
-		User    string `json:"user"`
-	}
+	var req shard.MkdirRequest
 	if err := c.body(&req, false); err != nil {
 		return err
 	}

@@ -14,11 +14,7 @@ func (a *API) listImages(c *call) error {
 	if err != nil {
 		return err
 	}
-	return c.json(200, struct {
-		Images   []shard.Image `json:"images"`
-		Next     *string       `json:"next"`
-		Warnings []string      `json:"warnings,omitempty"`
-	}{items, next, warnings})
+	return c.json(200, shard.ImageList{Images: items, Next: next, Warnings: warnings})
 }
 
 // public is an image as the API shows it.
@@ -27,9 +23,7 @@ func public(img *image.Image) shard.Image {
 }
 
 func (a *API) pullImage(c *call) error {
-	var req struct {
-		Ref string `json:"ref"`
-	}
+	var req shard.PullRequest
 	if err := c.body(&req, false); err != nil {
 		return err
 	}
@@ -69,7 +63,7 @@ func (a *API) removeImage(c *call) error {
 	if warnings == nil {
 		warnings = []string{}
 	}
-	return c.json(200, map[string]any{"warnings": warnings})
+	return c.json(200, shard.RemovedImage{Warnings: warnings})
 }
 
 func (a *API) pruneImages(c *call) error {
@@ -83,5 +77,5 @@ func (a *API) pruneImages(c *call) error {
 	if removed == nil {
 		removed = []string{}
 	}
-	return c.json(200, map[string]any{"removed": removed, "warnings": []string{}})
+	return c.json(200, shard.PrunedImages{Removed: removed, Warnings: []string{}})
 }

@@ -10,11 +10,7 @@ func (a *API) listPolicies(c *call) error {
 	if err != nil {
 		return err
 	}
-	return c.json(200, struct {
-		Policies []shard.Policy `json:"policies"`
-		Next     *string        `json:"next"`
-		Warnings []string       `json:"warnings,omitempty"`
-	}{items, next, warnings})
+	return c.json(200, shard.PolicyList{Policies: items, Next: next, Warnings: warnings})
 }
 
 func (a *API) getPolicy(c *call) error {
@@ -26,9 +22,7 @@ func (a *API) getPolicy(c *call) error {
 }
 
 func (a *API) putPolicy(c *call) error {
-	var req struct {
-		Rules []shard.PolicyRule `json:"rules"`
-	}
+	var req shard.PutPolicyRequest
 	if err := c.body(&req, false); err != nil {
 		return err
 	}
@@ -50,9 +44,7 @@ func (a *API) removePolicy(c *call) error {
 }
 
 func (a *API) attachPolicy(c *call) error {
-	var req struct {
-		Policy string `json:"policy"`
-	}
+	var req shard.AttachPolicyRequest
 	if err := c.body(&req, false); err != nil {
 		return err
 	}

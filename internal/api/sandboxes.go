@@ -9,7 +9,7 @@ import (
 )
 
 func (a *API) version(c *call) error {
-	return c.json(200, map[string]string{"version": a.Version, "api_version": "v0"})
+	return c.json(200, shard.VersionInfo{Version: a.Version, APIVersion: "v0"})
 }
 
 func (a *API) capabilities(c *call) error {
@@ -21,7 +21,7 @@ func (a *API) capabilities(c *call) error {
 }
 
 func (a *API) providers(c *call) error {
-	return c.json(200, map[string]any{"providers": a.Engine.ListProviders(c.r.Context())})
+	return c.json(200, shard.ProviderList{Providers: a.Engine.ListProviders(c.r.Context())})
 }
 
 func (a *API) daemon(c *call) error { return c.json(200, a.Status()) }
@@ -36,11 +36,7 @@ func (a *API) list(c *call) error {
 	if err != nil {
 		return err
 	}
-	return c.json(200, struct {
-		Sandboxes []shard.Sandbox `json:"sandboxes"`
-		Next      *string         `json:"next"`
-		Warnings  []string        `json:"warnings,omitempty"`
-	}{items, next, warnings})
+	return c.json(200, shard.SandboxList{Sandboxes: items, Next: next, Warnings: warnings})
 }
 
 func (a *API) create(c *call) error {

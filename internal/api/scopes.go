@@ -44,5 +44,5 @@ func (c *call) scopesOfCreate(req *shard.CreateRequest) error {
 }
 
 func (a *API) scopes(c *call) error {
-	return c.json(200, map[string]any{"scopes": shard.Scopes})
+	return c.json(200, shard.ScopeList{Scopes: shard.Scopes})
 }

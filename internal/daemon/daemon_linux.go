@@ -74,7 +74,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	server := &http.Server{
 		Handler: api.New(api.Config{Engine: parts.engine, Images: parts.images, Version: o.Version, Log: log,
-			Status: func() any { return status(o, parts.engine, started) }}),
+			Status: func() shard.DaemonStatus { return status(o, parts.engine, started) }}),
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
@@ -253,14 +253,11 @@ func nameservers() []string {
 	return out
 }
 
-func status(o Options, e *engine.Engine, started time.Time) any {
+func status(o Options, e *engine.Engine, started time.Time) shard.DaemonStatus {
 	caps, _ := e.Capabilities("")
-	return map[string]any{
-		"version": o.Version, "pid": os.Getpid(), "started_at": started, "socket": filepath.Join(o.Root, "shard.sock"),
-		"provider": o.Provider,
-		"capabilities": map[string]bool{"pause": caps.Pause, "resume": caps.Resume, "fork": caps.Fork, "port": caps.Port,
-			"swap": caps.Swap},
-		"proxy": map[string]int{"plain_port": 0, "tls_port": 0},
-		"tasks": []any{},
+	return shard.DaemonStatus{
+		Version: o.Version, PID: os.Getpid(), StartedAt: started, Socket: filepath.Join(o.Root, "shard.sock"), Provider: o.Provider,
+		Capabilities: shard.DaemonCapabilities{Pause: caps.Pause, Resume: caps.Resume, Fork: caps.Fork, Port: caps.Port, Swap: caps.Swap},
+		Tasks:        []shard.DaemonTask{},
 	}
 }
