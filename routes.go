@@ -27,6 +27,7 @@ var Routes = []Route{
 	{Method: "GET", Path: "/v0/capabilities", Query: []string{"provider"}},
 	{Method: "GET", Path: "/v0/providers"},
 	{Method: "GET", Path: "/v0/scopes"},
+	{Method: "GET", Path: "/metrics", Scope: "sandbox:read"},
 
 	{Method: "GET", Path: "/v0/sandboxes", Scope: "sandbox:read", Query: []string{"all", "limit", "cursor"}},
 	{Method: "POST", Path: "/v0/sandboxes", Scope: "sandbox:write", Query: []string{"wait"}},

@@ -20,7 +20,7 @@ const ScopesHeader = "X-Shard-Scopes"
 
 // Scopes is every valid scope.
 var Scopes = []Scope{
-	{"sandbox:read", "list and inspect sandboxes and snapshots, read the logs of processes and the egress log"},
+	{"sandbox:read", "list and inspect sandboxes and snapshots, read the logs of processes, the egress log and the metrics"},
 	{"sandbox:write", "create, start, stop, pause, resume and fork sandboxes, make snapshots"},
 	{"sandbox:delete", "remove sandboxes and snapshots"},
 	{"exec", "run commands and processes in sandboxes, read and write their files"},

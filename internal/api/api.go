@@ -28,6 +28,9 @@ const maxBody = 1 << 20
 // idle is how long a client may send or take nothing while a file or an archive moves.
 const idle = 60 * time.Second
 
+// requestIDHeader carries the id under which the daemon's log knows a request.
+const requestIDHeader = "X-Request-Id"
+
 // Config is what the API serves.
 type Config struct {
 	Engine *engine.Engine
@@ -43,15 +46,17 @@ type Config struct {
 type API struct {
 	Config
 	handlers map[string]func(*call) error
+	recorder *recorder
 }
 
 // New makes the handler. It panics when a route has no handler or a handler no route: a test of any kind shows it.
 func New(cfg Config) *API {
-	a := &API{Config: cfg}
+	a := &API{Config: cfg, recorder: newRecorder()}
 	a.handlers = map[string]func(*call) error{
 		"GET /v0/version":                                a.version,
 		"GET /v0/capabilities":                           a.capabilities,
 		"GET /v0/providers":                              a.providers,
+		"GET /metrics":                                   a.metrics,
 		"GET /v0/scopes":                                 a.scopes,
 		"GET /v0/sandboxes":                              a.list,
 		"POST /v0/sandboxes":                             a.create,
@@ -118,11 +123,18 @@ type call struct {
 
 // ServeHTTP implements http.Handler.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	c := &call{w: w, r: r}
+	began := time.Now()
+	answer := &statusWriter{ResponseWriter: w}
+	c := &call{w: answer, r: r}
 	id := rand.Text()[:10]
+	w.Header().Set(requestIDHeader, id)
 	name := "unknown route"
 	defer func() {
-		if p := recover(); p != nil {
+		p := recover()
+		took := time.Since(began)
+		a.recorder.observe(name, answer.status, took)
+		a.Log.Debug("request", "request", id, "route", name, "status", answer.status, "took", took, "cut", p != nil)
+		if p != nil {
 			if p != http.ErrAbortHandler { //nolint:errorlint // a panic value, compared as net/http does
 				a.Log.Error("panic", "request", id, "route", name, "panic", fmt.Sprint(p))
 			}
@@ -139,6 +151,10 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	err := c.admits(route)
 	if err == nil {
 		err = c.parseQuery(route)
+	}
+	if err == nil && route.Stream && upgrades(r) {
+		a.recorder.streams.Add(1)
+		defer a.recorder.streams.Add(-1)
 	}
 	if err == nil {
 		err = a.handlers[name](c)

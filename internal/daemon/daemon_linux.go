@@ -72,16 +72,17 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
+	hall := api.New(api.Config{Engine: parts.engine, Images: parts.images, Version: o.Version, Log: log,
+		Status: func() shard.DaemonStatus { return status(o, parts.engine, started) }})
 	server := &http.Server{
-		Handler: api.New(api.Config{Engine: parts.engine, Images: parts.images, Version: o.Version, Log: log,
-			Status: func() shard.DaemonStatus { return status(o, parts.engine, started) }}),
+		Handler:           hall,
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
 		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 	}
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(listener) }()
+	go func() { served <- server.Serve(hall.Count(listener)) }()
 	log.Info("daemon listens", "socket", filepath.Join(o.Root, "shard.sock"), "after", time.Since(started).Round(time.Millisecond))
 	select {
 	case err = <-served:
