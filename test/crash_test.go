@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -20,7 +21,7 @@ func TestKill9Idle(t *testing.T) {
 	d := start(t)
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		up, down := box(t, d, provider, "--name", "up", "--env", "A=b"), box(t, d, provider)
-		sh(t, d, up, `echo before >/file; (while :; do date >/beat; sleep 0.2; done) >/dev/null 2>&1 &`)
+		sh(t, d, up, `echo before >/file; (while :; do date >>/beat; sleep 0.2; done) >/dev/null 2>&1 &`)
 		d.Must("stop", down)
 		before := inspect(t, d, up)
 		for round := range 3 {
@@ -30,7 +31,7 @@ func TestKill9Idle(t *testing.T) {
 			if after.State != shard.StateRunning || !after.StartedAt.Equal(*before.StartedAt) {
 				t.Fatalf("round %d: after the restart the record is %+v, before it was %+v", round, after, before)
 			}
-			if got := sh(t, d, up, `cat /file; echo $A; rm -f /beat; sleep 1; test -s /beat && echo alive`); got != "before\nb\nalive" {
+			if got := sh(t, d, up, `cat /file; echo $A; rm -f /beat; for i in $(seq 100); do test -s /beat && break; sleep 0.2; done; test -s /beat && echo alive`); got != "before\nb\nalive" {
 				t.Errorf("round %d: in the sandbox: %q", round, got)
 			}
 			if s := state(t, d, down); s != shard.StateStopped {
@@ -261,13 +262,19 @@ func TestCase126(t *testing.T) {
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		for range 5 {
-			open := d.Command("exec", id, "sleep", "100")
+			open := d.Command("exec", id, "sh", "-c", "echo ready; exec sleep 1000")
 			var stderr bytes.Buffer
 			open.Stderr = &stderr
+			out, err := open.StdoutPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
 			if err := open.Start(); err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(300 * time.Millisecond)
+			if _, err := io.ReadFull(out, make([]byte, len("ready\n"))); err != nil {
+				t.Fatal(err)
+			}
 			d.Stop()
 			ended := make(chan struct{})
 			go func() { _ = open.Wait(); close(ended) }()
@@ -286,7 +293,7 @@ func TestCase126(t *testing.T) {
 				t.Fatalf("the sandbox is %s", s)
 			}
 		}
-		if got := sh(t, d, id, "ps | grep -c '[s]leep 100'"); got != "5" {
+		if got := sh(t, d, id, "ps | grep -c '[s]leep 1000'"); got != "5" {
 			t.Errorf("%s of 5 commands run on", got)
 		}
 	})
