@@ -87,7 +87,7 @@ func (c *claim) inspect(dir string) (mine bool, err error) {
 	owner := make([]byte, unix.PathMax)
 	n, _ := f.Read(owner)
 	claimant := strings.TrimSpace(string(owner[:n]))
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := lockSoon(f, claimant == dir); err != nil {
 		if claimant == dir {
 			return false, shard.Wrap(shard.CodeInUse, err, "the networks of this root belong to another daemon that still runs")
 		}
@@ -111,7 +111,7 @@ func writeClaim(dir string, block netip.Prefix) (*claim, error) {
 	if err != nil {
 		return nil, fmt.Errorf("claim address block %s: %w", block, err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := lockSoon(f, true); err != nil {
 		_ = f.Close()
 		return nil, fmt.Errorf("lock the claim of address block %s: %w", block, err)
 	}
@@ -120,6 +120,17 @@ func writeClaim(dir string, block netip.Prefix) (*claim, error) {
 		return nil, fmt.Errorf("write the claim of address block %s: %w", block, err)
 	}
 	return &claim{block: block, path: path, file: f}, nil
+}
+
+// lockSoon takes the lock of a claim. A claim that must be ours is waited for a little: a program that a killed daemon, or
+// this one, was just starting holds the lock until it executes.
+func lockSoon(f *os.File, ours bool) error {
+	for deadline := time.Now().Add(2 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil || !ours || time.Now().After(deadline) {
+			return err
+		}
+	}
 }
 
 // lockClaims makes reading and changing the claims one step among all daemons of the machine.

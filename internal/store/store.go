@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -200,18 +201,24 @@ func SweepTemporary(dir string) {
 var ErrHeld = errors.New("another process holds the lock")
 
 // Lock takes an advisory lock on path, making the file when it is missing, and holds it until the file is closed or the
-// process ends. It does not wait: ErrHeld.
+// process ends. ErrHeld: another process has it, and keeps it for longer than a program that a killed owner was just
+// starting would (until it executes).
 func Lock(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
+	for deadline := time.Now().Add(time.Second); ; time.Sleep(10 * time.Millisecond) {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil:
+			return f, nil
+		case !errors.Is(err, unix.EWOULDBLOCK):
+			f.Close()
+			return nil, err
+		case time.Now().After(deadline):
+			f.Close()
 			return nil, ErrHeld
 		}
-		return nil, err
 	}
-	return f, nil
 }
