@@ -7,6 +7,7 @@ import (
 	"regexp"
 	"strings"
 	"sync"
+	"unicode/utf8"
 )
 
 // The two lists of 64 words that ids are made of. Never change them: ids are kept for ever.
@@ -118,6 +119,8 @@ func CheckEnv(env []string) error {
 			return Invalidf("env entry %d is not KEY=VALUE with a key", i+1)
 		case strings.ContainsRune(kv, 0):
 			return Invalidf("env entry %s holds a NUL byte", Quote(key))
+		case !utf8.ValidString(kv):
+			return Invalidf("env entry %s is not UTF-8, and the API carries text only", Quote(key))
 		}
 	}
 	return nil
@@ -134,6 +137,9 @@ func CheckCommand(command []string) error {
 	for i, arg := range command {
 		if strings.ContainsRune(arg, 0) {
 			return Invalidf("argument %d holds a NUL byte", i)
+		}
+		if !utf8.ValidString(arg) {
+			return Invalidf("argument %d is not UTF-8, and the API carries text only: pass such bytes on stdin or in a file", i)
 		}
 	}
 	return nil

@@ -151,6 +151,8 @@ func (e *Engine) Create(ctx context.Context, req shard.CreateRequest, wait bool,
 // plan checks a request and works out the record that it asks for, as far as that needs no image.
 func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, provider.Provider, error) {
 	switch {
+	case req.Snapshot != "" && req.Image != "":
+		return nil, nil, shard.Invalidf("image and snapshot are both given: a sandbox is made from one of them")
 	case req.Snapshot != "":
 		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version cannot make a sandbox from a snapshot: give an image")
 	case req.Image == "":
