@@ -17,7 +17,7 @@ const piece = 64 << 10;
 const again = { every: 50, during: 2_000 } as const;
 
 /** How long a broken stream may take to be explained, in ms. */
-const explaining = 10_000;
+const explaining = 5_000;
 
 /** What becomes of a command's output. */
 export interface OutputOptions {

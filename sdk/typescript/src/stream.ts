@@ -37,10 +37,11 @@ export class Stream {
   #end: StreamEnd | undefined;
   #failure: Error | undefined;
   #leaving = false;
-  #heard = Date.now();
+  #heard = performance.now();
   #sent = 0; // messages sent so far
   #reached = 0; // of these, how many the server has taken for sure: a pong came back from behind them
   #probing = false;
+  #beaten = performance.now(); // when the pulse was last felt
   readonly #timer: NodeJS.Timeout;
 
   /** @param head What came with the answer that opened the stream. */
@@ -65,7 +66,7 @@ export class Stream {
       if (message !== undefined) {
         this.#queued -= message.data.length;
         if (this.#socket.isPaused() && this.#queued < highWater / 2 && this.#end === undefined) {
-          this.#heard = Date.now(); // what came while nobody read is heard only now
+          this.#heard = performance.now(); // what came while nobody read is heard only now
           this.#socket.resume();
         }
         return message;
@@ -121,7 +122,7 @@ export class Stream {
 
   #take(chunk: Buffer): void {
     if (this.#end !== undefined) return;
-    this.#heard = Date.now();
+    this.#heard = performance.now();
     try {
       this.#decoder.feed(chunk);
       for (let message = this.#decoder.next(); message !== undefined; message = this.#decoder.next()) {
@@ -150,9 +151,13 @@ export class Stream {
   }
 
   #beat(): void {
-    if (this.#socket.isPaused()) return; // it is we who do not listen
-    const silent = Date.now() - this.#heard;
     const { beat, probe } = this.#options;
+    const now = performance.now();
+    // A program that was busy for long has not read what came meanwhile.
+    if (now - this.#beaten > 2 * beat) this.#heard = now;
+    this.#beaten = now;
+    if (this.#socket.isPaused()) return; // it is we who do not listen
+    const silent = now - this.#heard;
     if (silent < 1.5 * beat) return;
     if (this.#socket.writableLength > 0 || this.#sent > this.#reached) {
       // A ping waits behind input that the command does not read, so silence says nothing: ask otherwise.
@@ -160,7 +165,7 @@ export class Stream {
       this.#probing = true;
       probe()
         .then(
-          () => (this.#heard = Date.now()),
+          () => (this.#heard = performance.now()),
           (error: unknown) => this.#fail(new ShardConnectionError("the server no longer answers", { cause: error })),
         )
         .finally(() => (this.#probing = false));

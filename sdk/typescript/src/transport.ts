@@ -18,7 +18,7 @@ export const bounds: {
   request: number;
   /** The pulse of heartbeats: a server that is dead for five of them ends a wait. */
   beat: number;
-} = { request: 60_000, beat: 5_000 };
+} = { request: 60_000, beat: 4_000 };
 
 /** The longest JSON answer that is read, in bytes. */
 const maxAnswer = 128 << 20;

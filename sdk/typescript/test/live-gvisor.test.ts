@@ -1,0 +1,5 @@
+// The live suite on gvisor.
+
+import { live } from "./live.js";
+
+live("gvisor");

@@ -1,0 +1,5 @@
+// The live suite on runc.
+
+import { live } from "./live.js";
+
+live("runc");
