@@ -129,11 +129,13 @@ func TestPatience(t *testing.T) {
 	t.Parallel()
 	server, client := net.Pipe()
 	defer server.Close()
-	p := &patient{rc: server, r: server, idle: 200 * time.Millisecond}
+	p := &upload{deadline: server, r: server}
 	go func() { _, _ = client.Write([]byte("x")) }()
+	_ = p.SetReadDeadline(time.Now().Add(time.Minute))
 	if n, err := p.Read(make([]byte, 10)); n != 1 || err != nil {
 		t.Errorf("%d bytes, %v", n, err)
 	}
+	_ = p.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := p.Read(make([]byte, 10)); shard.CodeOf(err) != shard.CodeTimeout {
 		t.Errorf("silence: %v", err)
 	}

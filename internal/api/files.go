@@ -34,32 +34,41 @@ func mode(text string) (*uint32, error) {
 	return &m, nil
 }
 
-// reader is the request's body, of which something must arrive every minute.
-func (c *call) reader() io.Reader {
-	return &patient{rc: http.NewResponseController(c.w), r: c.r.Body, idle: idle}
+// upload is the body of an upload. Whoever reads it sets a deadline before each read: a client may send nothing for a minute.
+func (c *call) upload() *upload {
+	return &upload{deadline: http.NewResponseController(c.w), r: c.r.Body}
 }
 
-type patient struct {
-	rc interface{ SetReadDeadline(time.Time) error }
-	r  io.Reader
+type deadline interface{ SetReadDeadline(time.Time) error }
 
-	idle time.Duration
+type upload struct {
+	deadline
+	r io.Reader
 }
 
-func (p *patient) Read(b []byte) (int, error) {
-	_ = p.rc.SetReadDeadline(time.Now().Add(p.idle))
-	n, err := p.r.Read(b)
+func (u *upload) Read(b []byte) (int, error) {
+	n, err := u.r.Read(b)
 	switch {
 	case err == nil:
 	case err == io.EOF:
 		// The server goes on reading, to see whether the client is still there while the sandbox finishes.
-		_ = p.rc.SetReadDeadline(time.Time{})
+		_ = u.SetReadDeadline(time.Time{})
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		err = shard.Errorf(shard.CodeTimeout, "nothing of the body arrived for %s: the transfer was ended", p.idle)
+		err = shard.Errorf(shard.CodeTimeout, "nothing of the body arrived for %s: the transfer was ended", idle)
 	default:
 		err = shard.Wrap(shard.CodeInvalidRequest, err, "the body ended before it was whole")
 	}
 	return n, err
+}
+
+// reader is an upload for those who set no deadlines.
+func (c *call) reader() io.Reader { return patient{c.upload()} }
+
+type patient struct{ *upload }
+
+func (p patient) Read(b []byte) (int, error) {
+	_ = p.SetReadDeadline(time.Now().Add(idle))
+	return p.upload.Read(b)
 }
 
 // stream answers with the bytes of r, of which the client must take some every minute. A fault cuts the connection, so
@@ -111,7 +120,7 @@ func (a *API) putFile(c *call) error {
 		return err
 	}
 	if err := a.Engine.PutFile(c.r.Context(), c.param("id"), guest.PutArgs{Path: guest.Path(path), Size: c.r.ContentLength, Mode: m,
-		User: c.text("user"), Parents: parents}, c.reader()); err != nil {
+		User: c.text("user"), Parents: parents}, c.upload()); err != nil {
 		return err
 	}
 	return c.noContent()
@@ -224,7 +233,7 @@ func (a *API) putArchive(c *call) error {
 	if err != nil {
 		return err
 	}
-	if err := a.Engine.PutArchive(c.r.Context(), c.param("id"), path, c.text("user"), c.reader()); err != nil {
+	if err := a.Engine.PutArchive(c.r.Context(), c.param("id"), path, c.text("user"), c.upload()); err != nil {
 		return err
 	}
 	return c.noContent()

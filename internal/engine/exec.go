@@ -16,7 +16,6 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/guest"
-	"github.com/useshards/shard/internal/store"
 	"github.com/useshards/shard/internal/stream"
 )
 
@@ -306,13 +305,19 @@ func (s *sink) Broken(error) {
 	}
 }
 
-// save writes the record beside the output. It need not survive the host: the command would not either.
+// save adds the record, as it is now, to the file beside the output: the last whole line counts. It need not survive the
+// host, since the command would not either; and to replace the file would make the file system write it out at once.
 func (c *Command) save(rec shard.Exec) error {
 	data, err := json.Marshal(held{Exec: rec, TTY: c.tty, Stdin: c.stdin})
 	if err != nil {
 		return err
 	}
-	return store.WriteVolatile(filepath.Join(c.dir, "exec.json"), data)
+	f, err := os.OpenFile(filepath.Join(c.dir, "exec.json"), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(slices.Concat([]byte("\n"), data, []byte("\n"))) // whatever a torn line before it ends with
+	return errors.Join(err, f.Close())
 }
 
 // discard ends a command that is no more, and everyone who waits for it.

@@ -19,15 +19,19 @@ func (e *Engine) agent(ctx context.Context, ref string) (*sandbox, *guest.Sessio
 	return sb, session, err
 }
 
-// explain says why an operation failed whose session was lost: most often the sandbox was ended under it.
+// explain says why an operation failed that was broken off: most often the sandbox was ended under it.
 func (sb *sandbox) explain(err error) error {
-	if !errors.Is(err, guest.ErrLost) {
+	lost := errors.Is(err, guest.ErrLost)
+	if !lost && shard.CodeOf(err) != shard.CodeInternal {
 		return err
 	}
 	sb.mu.Lock()
 	ending := sb.live == nil || sb.live.expected.Load()
 	sb.mu.Unlock()
-	if ending {
+	switch {
+	case !ending && !lost:
+		return err
+	case ending:
 		return shard.Wrap(shard.CodeSandboxNotRunning, err, "sandbox %q ended meanwhile", sb.ref())
 	}
 	return shard.Wrap(shard.CodeInternal, err, "the agent of sandbox %q broke off: try again", sb.ref())

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -177,13 +178,16 @@ func (e *Engine) loadCommands(sb *sandbox) {
 }
 
 func (e *Engine) loadCommand(sb *sandbox, id string) (*Command, error) {
-	var h held
 	data, err := os.ReadFile(filepath.Join(sb.dir, "execs", id, "exec.json"))
-	if err == nil {
-		err = json.Unmarshal(data, &h)
-	}
 	if err != nil {
 		return nil, err
+	}
+	var h held
+	for line := range bytes.Lines(data) {
+		var next held
+		if json.Unmarshal(line, &next) == nil { // else a daemon was killed, or the disk was full, in the middle of it
+			h = next
+		}
 	}
 	if h.Exec.ID != id {
 		return nil, errors.New("the record is of another command")

@@ -189,6 +189,17 @@ func send(ctx context.Context, s *Session, op, path string, args any, r io.Reade
 	}
 	defer st.Close()
 	bounded, _ := r.(interface{ SetReadDeadline(time.Time) error })
+	if bounded != nil {
+		over := make(chan struct{})
+		defer close(over)
+		go func() { // whoever waits for the client must not miss that the sandbox has gone
+			select {
+			case <-s.Done():
+				_ = bounded.SetReadDeadline(time.Unix(1, 0))
+			case <-over:
+			}
+		}()
+	}
 	buf := chunks.Get().(*[MaxData]byte)
 	defer chunks.Put(buf)
 	for {
@@ -196,6 +207,9 @@ func send(ctx context.Context, s *Session, op, path string, args any, r io.Reade
 			if err := bounded.SetReadDeadline(time.Now().Add(idleLimit)); err != nil {
 				return err
 			}
+		}
+		if err := s.Err(); err != nil { // behind the new deadline
+			return err
 		}
 		n, rerr := r.Read(buf[:])
 		if n > 0 {
@@ -211,6 +225,9 @@ func send(ctx context.Context, s *Session, op, path string, args any, r io.Reade
 			break
 		}
 		if rerr != nil {
+			if err := s.Err(); err != nil {
+				return err
+			}
 			return w.explain(rerr)
 		}
 	}

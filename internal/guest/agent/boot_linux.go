@@ -16,6 +16,7 @@ import (
 )
 
 const (
+	fileTime = 5 * time.Second  // for file operations that are given up to undo what they made
 	killTime = 10 * time.Second // for what got KILL to be gone
 	tellTime = 2 * time.Second  // for the last words of processes to go to the host
 )
@@ -97,6 +98,7 @@ func (a *agent) stop(r *request) error {
 	a.mu.Unlock()
 	a.starting.Unlock()
 
+	r.s.endFiles(fileTime)
 	_ = unix.Kill(-1, unix.SIGTERM)
 	if !a.waitAlone(grace, 0) && !a.waitAlone(killTime, unix.SIGKILL) {
 		return shard.Errorf(shard.CodeInternal, "processes of the sandbox are still there after KILL")
@@ -112,6 +114,24 @@ func (a *agent) stop(r *request) error {
 		return shard.Wrap(shard.CodeInternal, err, "the sandbox's files could not be brought to disk: %s", err.Error())
 	}
 	return nil
+}
+
+// endFiles gives up the session's file operations, so that they undo what is half made, and waits for them at most for d.
+func (s *session) endFiles(d time.Duration) {
+	s.mu.Lock()
+	var all []*request
+	for _, r := range s.streams {
+		if _, ok := handlers[r.op]; ok {
+			all = append(all, r)
+		}
+	}
+	s.mu.Unlock()
+	for _, r := range all {
+		r.end()
+	}
+	for end := time.Now().Add(d); len(s.slot) > 0 && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
 }
 
 // waitAlone waits until PID 1 is alone, at most for d, and sends sig again and again to what is left.
