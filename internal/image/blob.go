@@ -115,8 +115,8 @@ func (s *Store) download(ctx context.Context, r *remote, ref name.Reference, d v
 		return fmt.Errorf("read part of blob: %w", err)
 	}
 	resumed := b.at > 0
+	best := b.at // a registry that refuses ranges and always cuts brings nothing new
 	for failures := 0; ; {
-		before := b.at
 		err := r.fetch(ctx, digest, b)
 		if err == nil && fmt.Sprintf("sha256:%x", b.sum.Sum(nil)) != digest {
 			if err = b.restart(); err != nil {
@@ -135,9 +135,10 @@ func (s *Store) download(ctx context.Context, r *remote, ref name.Reference, d v
 			_ = os.Remove(part)
 			return lie(ref, "layer %s does not have the digest or size that the manifest names", digest)
 		}
-		if failures++; b.at-before >= worthwhile {
+		if failures++; b.at-best >= worthwhile {
 			failures = 1
 		}
+		best = max(best, b.at)
 		if ctx.Err() != nil || !worthRetrying(err) || failures >= maxAttempts {
 			return registryError(ctx, ref, err)
 		}
