@@ -167,9 +167,12 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // fail answers with an error, or cuts the connection when an answer is already under way.
 func (a *API) fail(c *call, id, route string, err error) {
 	public := publicError(err)
-	if status := public.Code.Status(); status >= 500 {
+	switch status := public.Code.Status(); {
+	case status >= 500:
 		a.Log.Error("request failed", "request", id, "route", route, "code", public.Code, "err", err)
-	} else {
+	case public.Code == shard.CodeCommandNotStarted: // its text names the program, and no command line is for the log
+		a.Log.Debug("request refused", "request", id, "route", route, "code", public.Code)
+	default:
 		a.Log.Debug("request refused", "request", id, "route", route, "code", public.Code, "err", err)
 	}
 	if c.sent {
