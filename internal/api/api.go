@@ -4,6 +4,7 @@
 package api
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/base64"
 	"encoding/json"
@@ -168,6 +169,8 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (a *API) fail(c *call, id, route string, err error) {
 	public := publicError(err)
 	switch status := public.Code.Status(); {
+	case errors.Is(err, context.Canceled) && c.r.Context().Err() != nil:
+		a.Log.Debug("request given up by the client", "request", id, "route", route)
 	case status >= 500:
 		a.Log.Error("request failed", "request", id, "route", route, "code", public.Code, "err", err)
 	case public.Code == shard.CodeCommandNotStarted: // its text names the program, and no command line is for the log

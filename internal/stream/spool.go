@@ -413,8 +413,7 @@ func (s *Spool) Attach() (*Reader, error) {
 		}
 		s.f = f
 	}
-	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, sure: s.st.Seen,
-		buf: make([]byte, 1+maxFrame)}
+	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, sure: s.st.Seen}
 	return s.reader, nil
 }
 
@@ -464,7 +463,11 @@ func (r *Reader) next() (message []byte, changed <-chan struct{}, err error) {
 			r.pos, r.inner = r.pos+frameHead+int64(n), 0
 			continue
 		}
-		message := r.buf[:1+n-r.inner]
+		size := 1 + n - r.inner
+		if size > cap(r.buf) { // most commands write little
+			r.buf = make([]byte, min(4*size, 1+maxFrame))
+		}
+		message := r.buf[:size]
 		message[0] = channel
 		if err := s.readRing(r.pos+frameHead+int64(r.inner), message[1:]); err != nil {
 			return nil, nil, err
