@@ -53,6 +53,11 @@ var Routes = []Route{
 	{Method: "POST", Path: "/v0/sandboxes/{id}/processes/{name}/kill", Scope: "exec"},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/processes/{name}/logs", Scope: "sandbox:read", Query: []string{"follow"}, Stream: true},
 
+	{Method: "GET", Path: "/v0/ports", Scope: "port:read", Query: []string{"limit", "cursor"}},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/ports", Scope: "port:read", Query: []string{"limit", "cursor"}},
+	{Method: "PUT", Path: "/v0/sandboxes/{id}/ports/{host_port}", Scope: "port:write"},
+	{Method: "DELETE", Path: "/v0/sandboxes/{id}/ports/{host_port}", Scope: "port:write"},
+
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path", "mode", "user", "parents"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path"}},
 	{Method: "HEAD", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path"}},

@@ -89,7 +89,7 @@ func (a *App) create(ctx context.Context, o createOptions) error {
 	for _, p := range o.ports {
 		forward, err := parseForward(p)
 		if err != nil {
-			return err
+			return usagef("--port %v", err)
 		}
 		o.req.Ports = append(o.req.Ports, forward)
 	}
@@ -125,7 +125,7 @@ func parseForward(s string) (shard.PortForward, error) {
 	h, herr := strconv.ParseUint(host, 10, 16)
 	g, gerr := strconv.ParseUint(guest, 10, 16)
 	if herr != nil || gerr != nil || h == 0 || g == 0 {
-		return shard.PortForward{}, usagef("--port %s: write GUEST or HOST:GUEST, ports from 1 to 65535", shard.Quote(s))
+		return shard.PortForward{}, usagef("%s: write GUEST or HOST:GUEST, ports from 1 to 65535", shard.Quote(s))
 	}
 	return shard.PortForward{HostPort: int(h), GuestPort: int(g)}, nil
 }

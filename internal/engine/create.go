@@ -159,8 +159,6 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		return nil, nil, shard.Invalidf("image is missing: name the image to make the sandbox from")
 	case len(req.Secrets) > 0:
 		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no secrets: create the sandbox without them")
-	case len(req.Ports) > 0:
-		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version forwards no ports: create the sandbox without them")
 	}
 	if req.Name != "" {
 		if err := shard.CheckName("sandbox", req.Name); err != nil {
@@ -193,11 +191,15 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 	if err != nil {
 		return nil, nil, err
 	}
+	ports, err := checkForwards(req.Ports)
+	if err != nil {
+		return nil, nil, err
+	}
 	token := make([]byte, 32)
 	_, _ = rand.Read(token)
 	return &record{
 		Sandbox: shard.Sandbox{Name: req.Name, Image: ref, Provider: p.Name(), State: shard.StatePending,
-			Policy: req.Policy, Resources: resources, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
+			Policy: req.Policy, Resources: resources, Ports: ports, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
 		Env: req.Env, Workdir: req.Workdir, User: req.User, Token: token,
 	}, p, nil
 }
@@ -287,7 +289,12 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	sb := e.newSandbox(id, rec)
 	sb.job = &job{done: make(chan struct{})}
 	sb.verb <- struct{}{} // the job's
-	err = e.records.Put(id, rec)
+	if err = e.ports.claim(id, rec.Sandbox.Ports...); err == nil {
+		if err = e.records.Put(id, rec); err != nil {
+			e.ports.free(id)
+			err = shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record: is the host's disk full?")
+		}
+	}
 	if err == nil {
 		e.add(sb)
 	}
@@ -299,7 +306,7 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	e.mu.Unlock()
 	if err != nil {
 		_ = e.records.Delete(id)
-		return nil, shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record: is the host's disk full?")
+		return nil, err
 	}
 	return sb, nil
 }
@@ -349,6 +356,7 @@ func (e *Engine) endJob(sb *sandbox, j *job, err error, cached bool) {
 		// The daemon goes: the record stays pending, and the next daemon says what became of it.
 	case cached && cancelled == "":
 		e.drop(sb)
+		sb.closePorts() // a change of them that is under way ends first
 		if e := e.deleteFiles(sb); e != nil {
 			err = errors.Join(err, e)
 		}
@@ -358,6 +366,7 @@ func (e *Engine) endJob(sb *sandbox, j *job, err error, cached bool) {
 			text = cancelled
 		}
 		e.Log.Warn("create failed", "sandbox", sb.id, "err", err)
+		e.ports.free(sb.id)
 		if e := sb.update(func(r *record) { r.Sandbox.State, r.Sandbox.FailedReason = shard.StateFailed, text }); e != nil {
 			err = errors.Join(err, e)
 		}

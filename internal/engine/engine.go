@@ -11,6 +11,8 @@
 //	Engine.mu      the maps of sandboxes and names
 //	sandbox.mu     what runs in one sandbox: the live machine, its commands
 //
+// forwards.mu stands beside the first: it is held over one change of a sandbox's ports.
+//
 // No lock but the first two is held over I/O. Records are read without any: they are replaced, never changed.
 package engine
 
@@ -73,6 +75,7 @@ type Engine struct {
 	names     map[string]string // name → id
 	ids       []string          // sorted
 	warnings  []string          // records that cannot be read
+	ports     portTable
 
 	execs    atomic.Int64 // commands that run, in all sandboxes
 	probesMu sync.Mutex
@@ -176,6 +179,8 @@ type sandbox struct {
 	processes map[string]*process
 	attended  *guest.Session // the session whose stream of process states is read
 	changed   chan struct{}  // closed and replaced when the record has changed, or is gone
+
+	forwards forwards // has its own locks
 }
 
 func (e *Engine) newSandbox(id string, rec *record) *sandbox {
@@ -281,6 +286,7 @@ func (e *Engine) add(sb *sandbox) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.sandboxes[sb.id] = sb
+	e.ports.keep(&sb.record().Sandbox)
 	if name := sb.record().Sandbox.Name; name != "" {
 		e.names[name] = sb.id
 	}
@@ -294,6 +300,7 @@ func (e *Engine) drop(sb *sandbox) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.sandboxes, sb.id)
+	e.ports.free(sb.id)
 	if name := sb.record().Sandbox.Name; e.names[name] == sb.id {
 		delete(e.names, name)
 	}

@@ -120,6 +120,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	close(l.ready)
 	if err := sb.update(func(r *record) {
 		now := time.Now().UTC().Truncate(time.Microsecond)
+		rec.Sandbox.Ports = r.Sandbox.Ports // they may have changed meanwhile
 		*r = *rec
 		callOff(r)
 		r.processesDue()
@@ -148,6 +149,7 @@ func (e *Engine) enliven(sb *sandbox, l *live) {
 	sb.mu.Lock()
 	sb.live = l
 	sb.mu.Unlock()
+	sb.openPorts()
 	e.wg.Go(func() { e.watch(sb, l) })
 }
 
@@ -227,6 +229,7 @@ func (sb *sandbox) letGo() {
 
 // unwatch forgets the machine and its session, and returns the commands it forgets with them.
 func (sb *sandbox) unwatch() []*Command {
+	sb.closePorts()
 	sb.mu.Lock()
 	l, commands := sb.live, sb.commands
 	sb.live, sb.commands = nil, nil

@@ -27,12 +27,13 @@
 //	Head   g→h  JSON Head: the first answer, exactly one per Open, before any Data
 //	Data   both bytes; on the stream of an exec, guest → host, the first byte is the channel (1 stdout or tty, 2 stderr)
 //	Credit both uint32: the receiver has consumed so many bytes of Data, the sender may send as many more
-//	EOF    both no more Data in this direction
+//	EOF    both no more Data in this direction; from the guest on the stream of a dial only
 //	Done   g→h  JSON Done: the last frame of the stream; the id is free
 //	Reset  h→g  the host gives the stream up; the agent ends the operation (an exec runs on) and answers Done
 //
 // Flow control: each direction of each stream starts with Window bytes. A sender never has more than Window bytes
-// (payload of Data, the channel byte not counted) beyond what was credited; a peer that does ends the session.
+// (payload of Data, the channel byte not counted) beyond what was credited; a peer that does ends the session. A dial
+// starts with DialWindow instead, and grows up to Window.
 //
 // # Exec and reconnect
 //
@@ -123,6 +124,8 @@ const (
 	OpKill   = "kill"   // KillArgs → –           ends a process for good; its state tells when it has ended
 	OpDrop   = "drop"   // ForgetArgs → –         forgets a process, and ends it with KILL if it runs
 	OpStop   = "stop"   // StopArgs → –         TERM to all, wait, KILL, sync; answers when only PID 1 is left
+
+	OpDial = "dial" // DialArgs → –           connects to a port of 127.0.0.1; Data both ways, EOF from each side, Done after both
 
 	OpQuiesce = "quiesce" // – → QuiesceHead    before a checkpoint: the agent holds no channel but its first
 

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/useshards/shard"
@@ -17,7 +18,7 @@ import (
 
 const (
 	maxStale   = 64 << 20         // bytes of earlier sessions that Connect skips
-	maxStreams = 1024             // open at once in one session; the agent's bound too
+	maxStreams = 1024             // open at once in one session, dials not counted; the agent's bound too
 	writeTime  = 15 * time.Second // the agent always reads: when it does not take a frame for so long, it is sick
 	ackNow     = Window / 8       // acknowledged bytes that are told at once; fewer wait for ackSoon
 	ackSoon    = 2 * time.Millisecond
@@ -48,7 +49,10 @@ type Session struct {
 	mu      sync.Mutex // never held over I/O; comes before a stream's
 	streams map[uint32]*Stream
 	last    uint32
+	dials   int // of the streams
 	err     error
+
+	grown atomic.Int64 // bytes that the windows of dials have grown by
 
 	acks   sync.Mutex
 	due    map[*Stream]int // bytes to credit
@@ -232,10 +236,18 @@ func (s *Session) take(f frame) error {
 			return err
 		}
 		s.mu.Lock()
-		defer s.mu.Unlock()
 		delete(s.streams, f.Stream)
+		if st.dial {
+			s.dials--
+		}
+		s.mu.Unlock()
+		if st.dial {
+			st.shrink()
+		}
+	case TypeEOF:
+		st.takeEOF()
 	}
-	return nil // EOF says nothing that Done will not
+	return nil
 }
 
 // open enters a new stream and sends its Open. Ids grow in the order in which Opens are sent.
@@ -269,12 +281,17 @@ func (s *Session) enter(st *Stream, payload []byte) error {
 	switch {
 	case s.err != nil:
 		err = s.err
-	case len(s.streams) >= maxStreams:
+	case st.dial && s.dials >= MaxDials:
+		err = shard.Errorf(shard.CodeExecLimit, "the sandbox has %d connections", MaxDials)
+	case !st.dial && len(s.streams)-s.dials >= maxStreams:
 		err = shard.Errorf(shard.CodeExecLimit, "the sandbox has %d operations under way", maxStreams)
 	default:
 		s.last++
 		st.id = s.last
 		s.streams[st.id] = st
+		if st.dial {
+			s.dials++
+		}
 	}
 	s.mu.Unlock()
 	if err != nil {

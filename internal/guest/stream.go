@@ -34,6 +34,10 @@ type Stream struct {
 	err     error  // why the stream ended, when it failed
 	exit    *Exit
 	isEnded bool
+
+	dial     bool // a connection to the guest
+	guestEOF bool // the guest's half of it has ended
+	window   int  // of it: what the guest may have sent and not been credited for
 }
 
 // chunks holds buffers of MaxData bytes, so that a transfer does not leave one behind per frame.
@@ -377,5 +381,5 @@ func (st *Stream) takeDone(done Done) error {
 var guestCodes = map[shard.Code]bool{
 	shard.CodeInvalidRequest: true, shard.CodeNotFound: true, shard.CodeUnsupported: true, shard.CodeInUse: true,
 	shard.CodeExecExited: true, shard.CodeExecRunning: true, shard.CodeBodyTooLarge: true, shard.CodeCommandNotStarted: true,
-	shard.CodeExecLimit: true, shard.CodeSandboxNotRunning: true, shard.CodeNameTaken: true,
+	shard.CodeExecLimit: true, shard.CodeSandboxNotRunning: true, shard.CodeNameTaken: true, CodeConnectionRefused: true,
 }

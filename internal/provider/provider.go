@@ -119,5 +119,5 @@ func CapabilitiesOf(p Provider) shard.Capabilities {
 	_, forks := p.(Forker)
 	_, swaps := p.(Swapper)
 	return shard.Capabilities{Create: true, Start: true, Stop: true, Remove: true, Pause: pauses, Resume: pauses, Fork: forks,
-		Swap: swaps}
+		Port: true, Swap: swaps}
 }

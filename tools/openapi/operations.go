@@ -34,13 +34,14 @@ const (
 	tagSandboxes = "Sandboxes"
 	tagExec      = "Commands"
 	tagProcesses = "Named processes"
+	tagPorts     = "Ports"
 	tagFiles     = "Files"
 	tagPolicies  = "Egress policies"
 	tagHost      = "Host"
 	tagImages    = "Images"
 )
 
-var tags = []string{tagSandboxes, tagExec, tagProcesses, tagFiles, tagPolicies, tagHost, tagImages}
+var tags = []string{tagSandboxes, tagExec, tagProcesses, tagPorts, tagFiles, tagPolicies, tagHost, tagImages}
 
 const outputStream = "Binary messages, the first byte of which says what the rest is: %s. The server then closes with code 1000. " +
 	"A last message 0x05 with a JSON ErrorBody says that the stream failed. A client may leave at any time, which ends nothing else."
@@ -110,6 +111,13 @@ var operations = map[string]operation{
 		text: "With `follow=true` it goes on until the process or the sandbox ends.", status: 200, media: "text/plain",
 		stream: stream("0x01 the log and then what comes, at the end 0x03 with a JSON LogEnd") + " Needs `follow=true`."},
 
+	"GET /v0/ports":                {id: "listAllPorts", tag: tagPorts, summary: "List the forwards of every sandbox", status: 200, answer: of[shard.PortList]()},
+	"GET /v0/sandboxes/{id}/ports": {id: "listPorts", tag: tagPorts, summary: "List the forwards of a sandbox", status: 200, answer: of[shard.PortList]()},
+	"PUT /v0/sandboxes/{id}/ports/{host_port}": {id: "putPort", tag: tagPorts, summary: "Forward a host port, or change its forward",
+		text:    "It is kept until it is removed, and listens while the sandbox runs. The same again changes nothing.",
+		request: of[shard.PortRequest](), status: 200, answer: of[shard.Port]()},
+	"DELETE /v0/sandboxes/{id}/ports/{host_port}": {id: "removePort", tag: tagPorts, summary: "End a forward and its connections", status: 204},
+
 	"PUT /v0/sandboxes/{id}/files": {id: "writeFile", tag: tagFiles, summary: "Write a file", text: "Needs a Content-Length.",
 		requestMedia: "application/octet-stream", status: 204},
 	"GET /v0/sandboxes/{id}/files": {id: "readFile", tag: tagFiles, summary: "Read a file",
@@ -174,8 +182,9 @@ var parameters = map[string]struct {
 
 // segments are the parameters of paths.
 var segments = map[string]string{
-	"id":   "id or name of a sandbox, or the beginning of an id that fits one only",
-	"exec": "id of a command",
-	"name": "name of the thing",
-	"ref":  "reference of an image, slashes included",
+	"id":        "id or name of a sandbox, or the beginning of an id that fits one only",
+	"exec":      "id of a command",
+	"host_port": "port of the host, 1 to 65535",
+	"name":      "name of the thing",
+	"ref":       "reference of an image, slashes included",
 }

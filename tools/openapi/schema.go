@@ -82,6 +82,8 @@ var facts = map[string]object{
 		shard.ProcessGaveUp, shard.ProcessStopped}},
 	"PortForward.HostPort":       {"minimum": 1, "maximum": shard.MaxPort},
 	"PortForward.GuestPort":      {"minimum": 1, "maximum": shard.MaxPort},
+	"PortRequest.GuestPort":      {"minimum": 1, "maximum": shard.MaxPort},
+	"Port.Address":               {"enum": []any{"127.0.0.1", "0.0.0.0"}},
 	"FileEntry.Type":             {"enum": []any{"file", "dir", "symlink", "other"}},
 	"FileEntry.Mode":             {"maximum": 4095},
 	"FileEvent.Type":             {"enum": []any{shard.FileCreated, shard.FileModified, shard.FileDeleted, shard.FileMoved, shard.FileOverflow}},

@@ -92,7 +92,7 @@ func run() error {
 		guest.OpExec: a.exec, guest.OpResume: a.resume, guest.OpExecs: plain(a.execs),
 		guest.OpSignal: plain(a.signal), guest.OpResize: plain(a.resize), guest.OpForget: plain(a.forget),
 		guest.OpRun: a.run, guest.OpFollow: a.follow, guest.OpStates: plain(a.states), guest.OpKill: plain(a.kill), guest.OpDrop: plain(a.drop),
-		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce), guest.OpWatch: plain(watch),
+		guest.OpStop: plain(a.stop), guest.OpQuiesce: plain(a.quiesce), guest.OpWatch: plain(watch), guest.OpDial: plain(dial),
 	}
 	go a.reaper.run()
 

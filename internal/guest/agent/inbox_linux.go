@@ -17,6 +17,7 @@ type inbox struct {
 	owner   *request // gets the credit; nil while no stream is attached
 	queue   [][]byte
 	room    int   // bytes that the host may still send
+	window  int   // what room began with; a dial's grows
 	stale   int   // bytes taken from earlier streams and not consumed yet; they are not credited
 	pending int   // consumed and not credited yet
 	total   int64 // bytes taken, over all streams
@@ -25,7 +26,7 @@ type inbox struct {
 }
 
 func newInbox(owner *request) *inbox {
-	b := &inbox{owner: owner, room: guest.Window}
+	b := &inbox{owner: owner, room: guest.Window, window: guest.Window}
 	b.cond.L = &b.mu
 	return b
 }
@@ -82,14 +83,30 @@ func (b *inbox) consumed(n int) {
 	b.stale -= old
 	b.pending += n - old
 	owner, credit := b.owner, b.pending
-	if owner == nil || credit < guest.Window/4 || b.eof {
+	if owner == nil || credit < b.window/4 || b.eof {
 		b.mu.Unlock()
 		return
 	}
 	b.pending = 0
+	if keepsUp := len(b.queue) == 0; keepsUp && b.window < guest.Window {
+		if owner.s.grown.Add(int64(b.window)) <= maxGrown {
+			credit += b.window
+			b.window *= 2
+		} else {
+			owner.s.grown.Add(-int64(b.window))
+		}
+	}
 	b.room += credit
 	b.mu.Unlock()
 	owner.s.writeCredit(owner.id, credit)
+}
+
+// shrink gives back what the window has grown by: the stream is over.
+func (b *inbox) shrink(s *session) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s.grown.Add(guest.DialWindow - int64(b.window))
+	b.window = guest.DialWindow
 }
 
 // detach lets go of owner: a command's queue waits for another, any other ends.

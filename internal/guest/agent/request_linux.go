@@ -40,6 +40,7 @@ type request struct {
 	out    *output // of a command: credit goes there
 	credit int     // otherwise, bytes that may be sent
 	isGone bool
+	cut    func() // called when the request ends, if set
 
 	after    func() // called when Done was sent
 	headSent bool
@@ -132,13 +133,20 @@ func (r *request) take(n int) (int, error) {
 	return n, nil
 }
 
+// giveBack returns credit that take took and nobody used.
+func (r *request) giveBack(n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.credit += n
+}
+
 // finish sends what the handler's result means, and frees the stream.
 func (r *request) finish(done guest.Done, err error) {
 	done.Err = failureOf(err)
 	if !r.headSent {
 		_ = r.s.writeJSON(r.id, guest.TypeHead, guest.Head{Err: done.Err})
 	}
-	r.s.forget(r.id)
+	r.s.forget(r)
 	_ = r.s.writeJSON(r.id, guest.TypeDone, done)
 	r.end()
 	if r.after != nil {
@@ -173,10 +181,24 @@ func (r *request) end() {
 	close(r.gone)
 	r.cond.Broadcast()
 	r.in.detach(r)
-	out := r.out
+	out, cut := r.out, r.cut
 	r.mu.Unlock()
 	if out != nil {
 		out.wake()
+	}
+	if cut != nil {
+		cut()
+	}
+}
+
+// onEnd lets the end of the request call cut, which must not wait; it is called at once when the end was before.
+func (r *request) onEnd(cut func()) {
+	r.mu.Lock()
+	gone := r.isGone
+	r.cut = cut
+	r.mu.Unlock()
+	if gone {
+		cut()
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -18,8 +19,9 @@ import (
 )
 
 const (
-	maxStreams = 1024 // open at once in one session
-	maxFileOps = 64   // file operations that run at once; more wait
+	maxStreams = 1024     // open at once in one session, dials not counted
+	maxFileOps = 64       // file operations that run at once; more wait
+	maxGrown   = 16 << 20 // bytes that the windows of dials may have grown by, together
 	readBuffer = 4 << 10
 )
 
@@ -140,8 +142,11 @@ type session struct {
 
 	mu      sync.Mutex
 	streams map[uint32]*request
+	dials   int    // of the streams
 	last    uint32 // the highest stream id so far: ids only grow, so none is used twice
 	lost    bool
+
+	grown atomic.Int64 // bytes that the windows of dials have grown by
 }
 
 func newSession(a *agent, c *conn) *session {
@@ -234,13 +239,20 @@ func (s *session) open(id uint32, payload []byte) error {
 	r := &request{s: s, id: id, op: open.Op, args: open.Args, gone: make(chan struct{}), credit: guest.Window}
 	r.cond.L = &r.mu
 	r.in = newInbox(r)
+	isDial := open.Op == guest.OpDial
+	if isDial {
+		r.credit, r.in.room, r.in.window = guest.DialWindow, guest.DialWindow, guest.DialWindow
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.lost || id <= s.last || len(s.streams) >= maxStreams {
+	if s.lost || id <= s.last || isDial && s.dials >= guest.MaxDials || !isDial && len(s.streams)-s.dials >= maxStreams {
 		return errProtocol
 	}
 	s.last = id
 	s.streams[id] = r
+	if isDial {
+		s.dials++
+	}
 	go s.handle(r)
 	return nil
 }
@@ -263,10 +275,13 @@ func (s *session) handle(r *request) {
 }
 
 // forget frees the stream's id.
-func (s *session) forget(id uint32) {
+func (s *session) forget(r *request) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	delete(s.streams, id)
+	delete(s.streams, r.id)
+	if r.op == guest.OpDial {
+		s.dials--
+	}
 }
 
 // lose ends every request of the session; commands run on.

@@ -1,0 +1,47 @@
+package client
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+
+	"github.com/useshards/shard"
+)
+
+// Ports lists one page of the forwards of a sandbox, or of all sandboxes when ref is empty.
+func (c *Client) Ports(ctx context.Context, ref string, p Page) (*shard.PortList, error) {
+	path := "/v0/ports"
+	if ref != "" {
+		path = sandboxPath(ref, "ports")
+	}
+	var out shard.PortList
+	err := c.do(ctx, call{method: http.MethodGet, path: path, query: p.query()}, &out)
+	return &out, err
+}
+
+// AllPorts lists every page.
+func (c *Client) AllPorts(ctx context.Context, ref string) ([]shard.Port, error) {
+	ports := []shard.Port{}
+	err := walk(func(p Page) (*string, error) {
+		page, err := c.Ports(ctx, ref, p)
+		if err != nil {
+			return nil, err
+		}
+		ports = append(ports, page.Ports...)
+		return page.Next, nil
+	})
+	return ports, err
+}
+
+// PutPort forwards a host port to a port of the sandbox's 127.0.0.1, or changes the forward that the host port has.
+func (c *Client) PutPort(ctx context.Context, ref string, f shard.PortForward) (*shard.Port, error) {
+	var out shard.Port
+	body := shard.PortRequest{GuestPort: f.GuestPort, Public: f.Public}
+	err := c.do(ctx, call{method: http.MethodPut, path: sandboxPath(ref, "ports", strconv.Itoa(f.HostPort)), body: body}, &out)
+	return &out, err
+}
+
+// RemovePort ends a forward and the connections it carries.
+func (c *Client) RemovePort(ctx context.Context, ref string, hostPort int) error {
+	return c.do(ctx, call{method: http.MethodDelete, path: sandboxPath(ref, "ports", strconv.Itoa(hostPort))}, nil)
+}

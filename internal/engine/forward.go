@@ -1,0 +1,257 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/useshards/shard"
+)
+
+// forward listens on one host port while its sandbox runs, and passes each connection on to the sandbox. Nothing that
+// happens to a connection ends the forward.
+type forward struct {
+	sb     *sandbox
+	ctx    context.Context // ends with the forward
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // what it runs
+
+	mu       sync.Mutex // never held over more than a bind
+	want     shard.PortForward
+	listener *net.TCPListener // nil while the port is taken
+	err      error            // why
+	conns    map[*connection]struct{}
+	closed   bool
+}
+
+// connection is one of a forward.
+type connection struct {
+	tcp    *net.TCPConn
+	ctx    context.Context // ends when the connection is cut
+	cancel context.CancelFunc
+}
+
+// forward begins to serve l; without one it tries again until it has one.
+func (sb *sandbox) forward(want shard.PortForward, l *net.TCPListener, err error) *forward {
+	f := &forward{sb: sb, want: want, listener: l, err: err, conns: make(map[*connection]struct{})}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	f.wg.Go(f.run)
+	return f
+}
+
+func (f *forward) status() (listening bool, why string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.err != nil {
+		why = reason(f.err)
+	}
+	return f.listener != nil, why
+}
+
+// change makes the forward another one of the same host port. Connections that the new one would not have are cut: all of
+// them when they lead elsewhere, those from outside when it is public no longer. On failure it is as it was.
+func (f *forward) change(want shard.PortForward) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	old := f.want
+	if want.Public != old.Public {
+		if f.listener != nil {
+			_ = f.listener.Close() // both at once cannot be bound
+		}
+		l, err := bind(want)
+		if err != nil {
+			if f.listener != nil {
+				f.listener, f.err = bind(old)
+			}
+			return err
+		}
+		f.listener, f.err = l, nil
+	}
+	f.want = want
+	for c := range f.conns {
+		local, _ := c.tcp.LocalAddr().(*net.TCPAddr)
+		if want.GuestPort != old.GuestPort || !want.Public && (local == nil || !local.IP.IsLoopback()) {
+			c.cancel()
+		}
+	}
+	return nil
+}
+
+// close ends the listening and every connection, and waits for what it runs.
+func (f *forward) close() {
+	f.mu.Lock()
+	f.closed = true
+	if f.listener != nil {
+		_ = f.listener.Close()
+	}
+	f.mu.Unlock()
+	f.cancel()
+	f.wg.Wait()
+}
+
+// run accepts connections, and listens again whenever that is due.
+func (f *forward) run() {
+	for {
+		f.mu.Lock()
+		l := f.listener
+		f.mu.Unlock()
+		if l != nil {
+			f.accept(l)
+		}
+		f.mu.Lock()
+		taken, closed := f.listener == nil, f.closed
+		f.mu.Unlock()
+		if closed {
+			return
+		}
+		if !taken {
+			continue // it was changed
+		}
+		select {
+		case <-f.ctx.Done():
+			return
+		case <-time.After(listenRetry):
+		}
+		f.mu.Lock()
+		if f.listener == nil && !f.closed {
+			if f.listener, f.err = bind(f.want); f.listener != nil {
+				f.sb.e.Log.Info("listens on a port that was taken", "sandbox", f.sb.id, "port", f.want.HostPort)
+			}
+		}
+		f.mu.Unlock()
+	}
+}
+
+// accept takes connections until l is closed. One for which there is no slot waits, and those behind it in the kernel's
+// queue.
+func (f *forward) accept(l *net.TCPListener) {
+	all, own := f.sb.e.ports.all(), f.sb.forwards.connections()
+	wait := time.Duration(0)
+	for {
+		tcp, err := l.AcceptTCP()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil { // out of descriptors, or a connection that went away before it was taken
+			wait = min(max(2*wait, 5*time.Millisecond), time.Second)
+			f.sb.e.Log.Warn("accept a connection", "sandbox", f.sb.id, "err", err)
+			select {
+			case <-f.ctx.Done():
+				return
+			case <-time.After(wait):
+			}
+			continue
+		}
+		wait = 0
+		if !take(f.ctx, own) {
+			abort(tcp)
+			return
+		}
+		if !take(f.ctx, all) {
+			<-own
+			abort(tcp)
+			return
+		}
+		free := func() { <-all; <-own }
+		c, guestPort := f.admit(l, tcp)
+		if c == nil {
+			free()
+			abort(tcp)
+			continue
+		}
+		f.wg.Go(func() {
+			defer free()
+			f.serve(c, guestPort)
+		})
+	}
+}
+
+// take waits for a slot until ctx ends.
+func take(ctx context.Context, slots chan struct{}) bool {
+	select {
+	case slots <- struct{}{}:
+		return true
+	default:
+	}
+	select {
+	case slots <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// admit enters a connection, unless it came by a listener that was replaced.
+func (f *forward) admit(l *net.TCPListener, tcp *net.TCPConn) (c *connection, guestPort int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed || f.listener != l {
+		return nil, 0
+	}
+	c = &connection{tcp: tcp}
+	c.ctx, c.cancel = context.WithCancel(f.ctx)
+	f.conns[c] = struct{}{}
+	return c, f.want.GuestPort
+}
+
+// serve carries one connection. Where it breaks off on one side, the other sees a reset: half a transfer must not look whole.
+func (f *forward) serve(c *connection, guestPort int) {
+	defer func() {
+		f.mu.Lock()
+		delete(f.conns, c)
+		f.mu.Unlock()
+		c.cancel()
+	}()
+	if err := f.relay(c, guestPort); err != nil {
+		abort(c.tcp)
+		f.sb.e.Log.Debug("a forwarded connection broke off", "sandbox", f.sb.id, "guest_port", guestPort, "err", err)
+		return
+	}
+	_ = c.tcp.Close()
+}
+
+// abort closes a connection with a reset.
+func abort(tcp *net.TCPConn) {
+	_ = tcp.SetLinger(0)
+	_ = tcp.Close()
+}
+
+// relay dials the sandbox and passes bytes both ways until both sides have ended, each at its own time.
+func (f *forward) relay(c *connection, guestPort int) error {
+	ctx, cancel := context.WithTimeout(c.ctx, dialTime)
+	defer cancel()
+	session, err := f.sb.session(ctx)
+	if err != nil {
+		return err
+	}
+	st, err := session.Dial(ctx, guestPort)
+	if err != nil {
+		return err
+	}
+	defer st.Close()
+	raw, err := c.tcp.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cut := func() {
+		_ = st.Close()
+		_ = c.tcp.SetDeadline(time.Unix(1, 0))
+	}
+	defer context.AfterFunc(c.ctx, cut)()
+	sent := make(chan error, 1)
+	go func() { sent <- st.SendFrom(raw) }()
+	if err = st.PassTo(c.tcp); err == nil {
+		_ = c.tcp.CloseWrite() // fails when the client has gone, of which SendFrom hears
+		err = st.Wait()
+	}
+	if err != nil {
+		cut()
+	}
+	_ = c.tcp.SetReadDeadline(time.Unix(1, 0)) // a stream that has ended takes no more
+	if failed := <-sent; err == nil {
+		err = failed
+	}
+	return err
+}
