@@ -184,8 +184,8 @@ func TestKill9Flood(t *testing.T) {
 			var last string
 			read := func(s *rawSocket) {
 				for {
-					_, p, err := s.frame()
-					if err != nil {
+					op, p, err := s.frame()
+					if err != nil || op != opBinary {
 						return
 					}
 					if p[0] == 3 {

@@ -25,6 +25,8 @@ const (
 	ringSize   = Held + 1<<20
 	frameHead  = 4
 	maxFrame   = 64 << 10
+	// slack is room that is never used, so that no append overwrites what the header of the one before still counts as held.
+	slack = maxFrame + frameHead
 )
 
 // ErrInUse says that another reader is attached.
@@ -103,7 +105,28 @@ func Open(path string, window int) (*Spool, error) {
 		return nil, errors.New("the file of held output is damaged")
 	}
 	s.acked = s.st.End
+	if err := s.mend(); err != nil {
+		f.Close()
+		return nil, err
+	}
 	return s, nil
+}
+
+// mend makes the newest frame end at the ring's head: a daemon that was killed while it let the frame grow may have
+// written the new length and not the header.
+func (s *Spool) mend() error {
+	n := s.st.Head - s.st.Last - frameHead
+	if s.st.Head == s.st.Last {
+		return nil
+	}
+	if n < 0 || n > maxFrame {
+		return errors.New("the file of held output is damaged")
+	}
+	var h [frameHead]byte
+	if err := s.readRing(s.st.Last, h[:]); err != nil {
+		return err
+	}
+	return s.writeRing(s.st.Last, binary.BigEndian.AppendUint32(nil, uint32(h[0])<<24|uint32(n)))
 }
 
 func (st *state) fields() [8]*int64 {
@@ -205,7 +228,7 @@ func (s *Spool) append(channel byte, p []byte) error {
 		}
 		n := s.tailLen
 		end := st.First + int64(n)
-		if full := st.Head-st.Tail+need > ringSize; !full && end > st.Floor {
+		if full := st.Head-st.Tail+need > ringSize-slack; !full && end > st.Floor {
 			break
 		}
 		st.raise(end)
@@ -257,15 +280,15 @@ func (st *state) raise(floor int64) {
 	st.Floor = floor
 }
 
-// frameAt reads the head of the frame at pos. A frame that a killed daemon was just growing ends at the ring's head.
+// frameAt reads the head of the frame at pos.
 func (s *Spool) frameAt(pos, head int64) (channel byte, n int, err error) {
 	var h [frameHead]byte
 	if err := s.readRing(pos, h[:]); err != nil {
 		return 0, 0, err
 	}
 	v := binary.BigEndian.Uint32(h[:])
-	n = min(int(v&0xffffff), int(head-pos-frameHead))
-	if n < 0 || n > maxFrame {
+	n = int(v & 0xffffff)
+	if n > maxFrame || int64(n) > head-pos-frameHead {
 		return 0, 0, errors.New("the file of held output is damaged")
 	}
 	return byte(v >> 24), n, nil
@@ -318,7 +341,7 @@ func (s *Spool) takeAck() func() {
 	if n <= 0 || s.ack == nil {
 		return func() {}
 	}
-	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-int64(s.window)*(1+frameHead) {
+	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-slack-int64(s.window)*(1+frameHead) {
 		return func() {}
 	}
 	s.acked = s.st.End

@@ -6,8 +6,11 @@ import (
 	"io"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 )
@@ -239,6 +242,89 @@ func TestOneReader(t *testing.T) {
 	s.Close()
 	if err := <-done; !errors.Is(err, ErrClosed) {
 		t.Fatalf("a waiting reader got %v", err)
+	}
+}
+
+// TestMain is also the program that TestKilled kills.
+func TestMain(m *testing.M) {
+	path, most := os.Getenv("SPOOL_PATH"), os.Getenv("SPOOL_MOST")
+	if path == "" {
+		os.Exit(m.Run())
+	}
+	s, err := Open(path, window)
+	if err != nil {
+		panic(err)
+	}
+	n, err := strconv.Atoi(most)
+	if err != nil {
+		panic(err)
+	}
+	at := s.Resume()
+	for {
+		p := make([]byte, 1+rand.IntN(n))
+		for i := range p {
+			p[i] = byteAt(at + int64(i))
+		}
+		at += int64(len(p))
+		if err := s.Append(byte(1+rand.IntN(2)), p); err != nil {
+			panic(err)
+		}
+	}
+}
+
+func byteAt(i int64) byte { return byte(i*31 + i>>16) }
+
+// TestKilled: whenever a daemon is killed while it holds output, the next one finds what was held, and goes on.
+func TestKilled(t *testing.T) {
+	for _, most := range []int{4, 3000, 90_000} { // bytes of one append; with the least the heads fill the ring
+		path := filepath.Join(t.TempDir(), "out")
+		before := int64(0)
+		for round := range 16 {
+			cmd := exec.Command(os.Args[0])
+			cmd.Env = append(os.Environ(), "SPOOL_PATH="+path, "SPOOL_MOST="+strconv.Itoa(most))
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Duration(30+rand.IntN(60)) * time.Millisecond)
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+			s, err := Open(path, window)
+			if err != nil {
+				t.Fatalf("round %d with %d: %v", round, most, err)
+			}
+			if s.End() < before {
+				t.Fatalf("round %d with %d: the end went back from %d to %d", round, most, before, s.End())
+			}
+			before = s.End()
+			s.ended = true
+			r, err := s.Attach()
+			if err != nil {
+				t.Fatal(err)
+			}
+			at := r.got
+			if s.Lost() != at {
+				t.Errorf("round %d with %d: lost %d, held from %d on", round, most, s.Lost(), at)
+			}
+			for {
+				m, err := r.Next(nil)
+				if err == io.EOF {
+					break
+				}
+				if err != nil {
+					t.Fatalf("round %d with %d: at byte %d of %d: %v", round, most, at, s.End(), err)
+				}
+				for _, b := range m[1:] {
+					if b != byteAt(at) {
+						t.Fatalf("round %d with %d: byte %d of %d is wrong", round, most, at, s.End())
+					}
+					at++
+				}
+			}
+			if at != s.End() {
+				t.Errorf("round %d with %d: %d bytes held, the end is %d", round, most, at, s.End())
+			}
+			_ = s.Close() // without a trace of the reader
+		}
 	}
 }
 
