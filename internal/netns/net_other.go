@@ -4,6 +4,8 @@ package netns
 
 import (
 	"context"
+	"net/netip"
+	"time"
 
 	"github.com/useshards/shard"
 )
@@ -29,3 +31,14 @@ func (*Net) Close() error                                       { return nil }
 func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error {
 	return unsupported()
 }
+
+func (*Net) Attachment(context.Context, string) (Attachment, bool, error) {
+	return Attachment{}, false, unsupported()
+}
+
+func (*Net) Restrict(context.Context, string, Rules, map[int]map[netip.Addr]time.Time) error {
+	return unsupported()
+}
+
+func (*Net) Feed(context.Context, string, []int, []netip.Addr, time.Time) error { return unsupported() }
+func (*Net) Drops(context.Context, func(Drop)) error                            { return unsupported() }

@@ -25,21 +25,25 @@ import (
 //	output   from this host to a sandbox: only answers and ICMP errors of its flows
 //	nat      masquerade what leaves the block
 //
-// Attaching a sandbox adds one element to bound and one to egress. A policy is a chain of its own and a goto instead
-// of the accept in egress; a resolver or a proxy is a dstnat chain with maps keyed by interface beside masquerade, and
-// accepting elements in front of the drop of to_host.
+// Attaching a sandbox adds one element to bound and one to egress. A restricted one (policy_linux.go) has a chain of its
+// own, and a goto instead of the accept in egress; it is in the set policied too, so that what it sends to port 53 is
+// redirected to the resolver, and that it learns what it may not.
 type table struct {
 	name, prefix string
 	block        netip.Prefix
 
-	nft           *nftables.Table
-	bound, egress *nftables.Set
+	nft                     *nftables.Table
+	bound, egress, policied *nftables.Set // policied: the interfaces of restricted sandboxes
 
 	// One socket for all transactions: to close one after a deletion waits for an RCU grace period (10 ms). The kernel
 	// takes transactions one by one anyway, so the lock is held over each.
 	mu   sync.Mutex
 	conn *nftables.Conn
-	held map[entry]bool // what bound holds; true: egress too. Enough to put the table up again
+	// What it takes to put the table up again.
+	held       map[entry]bool          // what bound holds; true: egress too
+	restricted map[string]*restriction // by interface
+	serial     uint64                  // of restrictions
+	sets       uint32                  // setNumber
 }
 
 // The numbers by which a batch names its own sets.
@@ -47,15 +51,19 @@ const (
 	boundID = iota + 1
 	egressID
 	privateID
+	policiedID
+	lastID
 )
 
 func newTable(tag, prefix string, block netip.Prefix) *table {
-	t := &table{name: "shard_" + tag, prefix: prefix, block: block, held: map[entry]bool{}}
+	t := &table{name: "shard_" + tag, prefix: prefix, block: block, held: map[entry]bool{},
+		restricted: map[string]*restriction{}, sets: lastID}
 	t.nft = &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
 	t.bound = &nftables.Set{Table: t.nft, ID: boundID, Name: "bound", Concatenation: true,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIPAddr)}
 	t.egress = &nftables.Set{Table: t.nft, ID: egressID, Name: "egress", IsMap: true,
 		KeyType: nftables.TypeIFName, DataType: nftables.TypeVerdict, KeyByteOrder: binaryutil.NativeEndian}
+	t.policied = &nftables.Set{Table: t.nft, ID: policiedID, Name: "policied", KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
 	return t
 }
 
@@ -67,10 +75,6 @@ type entry struct {
 
 func (e entry) boundElement() []nftables.SetElement {
 	return []nftables.SetElement{{Key: append(ifname(e.iface), e.addr.AsSlice()...)}}
-}
-
-func (e entry) egressElement() []nftables.SetElement {
-	return []nftables.SetElement{{Key: ifname(e.iface), VerdictData: &expr.Verdict{Kind: expr.VerdictAccept}}}
 }
 
 func ifname(s string) []byte {
@@ -125,6 +129,7 @@ func (t *table) replace(entries []entry) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	clear(t.held)
+	clear(t.restricted)
 	for _, e := range entries {
 		t.held[e] = false
 	}
@@ -153,18 +158,21 @@ func (t *table) describe(c *nftables.Conn) error {
 	c.DelTable(t.nft)
 	c.AddTable(t.nft)
 	dropped := &nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr}
-	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(dropped, intervals(private)))
-	t.chains(c, dropped)
+	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(dropped, intervals(private)))
+	for iface, r := range t.restricted {
+		err = errors.Join(err, t.describeRestriction(c, r), c.SetAddElements(t.policied, []nftables.SetElement{{Key: ifname(iface)}}))
+	}
+	err = errors.Join(err, t.chains(c, dropped))
 	for e, opened := range t.held {
 		err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()))
 		if opened {
-			err = errors.Join(err, c.SetAddElements(t.egress, e.egressElement()))
+			err = errors.Join(err, c.SetAddElements(t.egress, egressElement(e.iface, t.restricted[e.iface])))
 		}
 	}
 	return err
 }
 
-func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
+func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) error {
 	chain := func(name string, hook *nftables.ChainHook, priority *nftables.ChainPriority, kind nftables.ChainType) *nftables.Chain {
 		return c.AddChain(&nftables.Chain{Table: t.nft, Name: name, Hooknum: hook, Priority: priority, Type: kind})
 	}
@@ -196,6 +204,9 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
 	rule(forward, t.ours(expr.MetaKeyIIFNAME, true), jump(outOf))
 	rule(forward, t.ours(expr.MetaKeyOIFNAME, true), jump(into))
 
+	if err := t.restrictedChains(c, outOf, toHost, dropped); err != nil {
+		return err
+	}
 	rule(outOf, t.ours(expr.MetaKeyOIFNAME, true), drop())
 	rule(outOf, address(16), lookup(dropped, true), drop())
 	rule(outOf, ctState(expr.CtStateBitINVALID), drop())
@@ -217,6 +228,7 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) {
 
 	nat := chain("nat", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, nftables.ChainTypeNAT)
 	rule(nat, ipv4(true), t.inBlock(12), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
+	return nil
 }
 
 // open lets packets of the entries pass as theirs, and lets them begin flows.
@@ -225,7 +237,7 @@ func (t *table) open(entries ...entry) error {
 	defer t.mu.Unlock()
 	err := t.locked(func(c *nftables.Conn) (err error) {
 		for _, e := range entries {
-			err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()), c.SetAddElements(t.egress, e.egressElement()))
+			err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()), c.SetAddElements(t.egress, egressElement(e.iface, t.restricted[e.iface])))
 		}
 		return err
 	})
@@ -247,6 +259,9 @@ func (t *table) shut(e entry) error {
 		return c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}})
 	}
 	err := t.locked(func(c *nftables.Conn) error { return errors.Join(unbind(c), forbid(c)) })
+	if err == nil {
+		return t.unrestrict(e)
+	}
 	if !errors.Is(err, unix.ENOENT) {
 		return err
 	}
@@ -257,7 +272,7 @@ func (t *table) shut(e entry) error {
 			err = errors.Join(err, e)
 		}
 	}
-	return err
+	return errors.Join(err, t.unrestrict(e))
 }
 
 // remove takes the table down.

@@ -1,0 +1,433 @@
+package netns
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
+)
+
+// restriction is the rules of one sandbox and what the kernel holds of them: a chain that its verdict in the map egress
+// leads to, a chain for each way to be refused, and a set for each rule that is fed. Each restriction has names of its
+// own, so that one transaction can put up the next, switch the verdict and take down the one before.
+type restriction struct {
+	Rules
+	stem string                     // of the names
+	fed  []map[netip.Addr]time.Time // by rule: until when, as the kernel knows it too
+}
+
+func (r *restriction) chain() string        { return r.stem }
+func (r *restriction) set(i int) string     { return fmt.Sprintf("%s_set%d", r.stem, i) }
+func (r *restriction) refusal(i int) string { return fmt.Sprintf("%s_deny%d", r.stem, i) } // len(Rules.Rules): the default
+func (r *restriction) usesSet(i int) bool   { return r.Rules.Rules[i].Fed }
+func (r *restriction) verdict() *expr.Verdict {
+	return &expr.Verdict{Kind: expr.VerdictGoto, Chain: r.chain()}
+}
+func (r *restriction) refuses(i int) bool { return i == len(r.Rules.Rules) || !r.Rules.Rules[i].Allow }
+func (r *restriction) label(i int) string {
+	if i == len(r.Rules.Rules) {
+		return r.Default
+	}
+	return r.Rules.Rules[i].Label
+}
+
+// Attachment says how id is attached, if it is.
+func (n *Net) Attachment(ctx context.Context, id string) (att Attachment, attached bool, err error) {
+	b, giveBack, err := n.take(ctx, id, false)
+	if err != nil || b == nil {
+		return Attachment{}, false, err
+	}
+	defer giveBack()
+	if !b.attached {
+		return Attachment{}, false, nil
+	}
+	return n.attachment(id, b.slot), true, nil
+}
+
+// Restrict keeps an attached sandbox to rules, in place of what held before, in one transaction. fed is what is in the
+// rules' sets from the beginning, by the rules' indices. Flows that are open stay. Where an earlier daemon attached the
+// sandbox it still begins nothing before Recover. Detach ends the restriction.
+func (n *Net) Restrict(ctx context.Context, id string, rules Rules, fed map[int]map[netip.Addr]time.Time) error {
+	b, giveBack, err := n.take(ctx, id, false)
+	if err != nil {
+		return err
+	}
+	if b == nil {
+		return shard.Errorf(shard.CodeInternal, "sandbox %s has no network", id)
+	}
+	defer giveBack()
+	if !b.attached {
+		return shard.Errorf(shard.CodeInternal, "sandbox %s has no network", id)
+	}
+	return n.table.restrict(n.entry(b.slot), rules, fed)
+}
+
+// Feed puts addresses into the sets of rules of a restricted sandbox, until the time given: never for a shorter time than
+// they are in. When it returns, packets to them are judged so. What the sandbox is not restricted to, or is not fed, is
+// no error: the rules may have changed.
+func (n *Net) Feed(ctx context.Context, id string, rules []int, addrs []netip.Addr, until time.Time) error {
+	b, giveBack, err := n.take(ctx, id, false)
+	if err != nil || b == nil {
+		return err
+	}
+	slot, attached := b.slot, b.attached
+	giveBack()
+	if !attached {
+		return nil
+	}
+	return n.table.feed(n.entry(slot), rules, addrs, until)
+}
+
+func (t *table) restrict(e entry, rules Rules, fed map[int]map[netip.Addr]time.Time) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.serial++
+	next := &restriction{Rules: rules, stem: fmt.Sprintf("policy_%s_%d", strings.TrimPrefix(e.iface, t.prefix), t.serial),
+		fed: make([]map[netip.Addr]time.Time, len(rules.Rules))}
+	for i, addrs := range fed {
+		if i < len(next.fed) && next.usesSet(i) {
+			next.fed[i] = addrs
+		}
+	}
+	before, opened := t.restricted[e.iface], t.held[e]
+	err := t.locked(func(c *nftables.Conn) error {
+		err := t.describeRestriction(c, next)
+		if opened { // the verdict of an element cannot be changed
+			err = errors.Join(err, c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}}),
+				c.SetAddElements(t.egress, egressElement(e.iface, next)))
+		}
+		if before == nil {
+			return errors.Join(err, c.SetAddElements(t.policied, []nftables.SetElement{{Key: ifname(e.iface)}}))
+		}
+		t.forget(c, before)
+		return err
+	})
+	if err == nil {
+		t.restricted[e.iface] = next
+	}
+	return err
+}
+
+// unrestrict takes down what is left of the restriction of an entry that has been shut.
+func (t *table) unrestrict(e entry) error {
+	r := t.restricted[e.iface]
+	if r == nil {
+		return nil
+	}
+	delete(t.restricted, e.iface)
+	err := t.locked(func(c *nftables.Conn) error {
+		t.forget(c, r)
+		return c.SetDeleteElements(t.policied, []nftables.SetElement{{Key: ifname(e.iface)}})
+	})
+	if errors.Is(err, unix.ENOENT) { // the table was put up anew by another: nothing of it is left, or the guard will do
+		err = nil
+	}
+	return err
+}
+
+// forget takes a restriction down; no verdict leads to it any more.
+func (t *table) forget(c *nftables.Conn, r *restriction) {
+	chains := []string{r.chain()}
+	for i := range len(r.Rules.Rules) + 1 {
+		if r.refuses(i) {
+			chains = append(chains, r.refusal(i))
+		}
+	}
+	for _, name := range chains {
+		c.FlushChain(&nftables.Chain{Table: t.nft, Name: name})
+	}
+	for _, name := range chains {
+		c.DelChain(&nftables.Chain{Table: t.nft, Name: name})
+	}
+	for i := range r.Rules.Rules {
+		if r.usesSet(i) {
+			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i)})
+		}
+	}
+}
+
+func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	r := t.restricted[e.iface]
+	if r == nil {
+		return nil
+	}
+	now := time.Now()
+	type news struct {
+		rule  int
+		addrs []netip.Addr
+	}
+	var all []news
+	for _, i := range rules {
+		if i >= len(r.Rules.Rules) || !r.usesSet(i) {
+			continue
+		}
+		if r.fed[i] == nil {
+			r.fed[i] = map[netip.Addr]time.Time{}
+		}
+		in := r.fed[i]
+		var fresh []netip.Addr
+		for _, a := range addrs {
+			if a.Is4() && in[a].Before(until) {
+				fresh = append(fresh, a)
+			}
+		}
+		if len(in)+len(fresh) > MaxFed {
+			for a, end := range in {
+				if !end.After(now) {
+					delete(in, a)
+				}
+			}
+			if len(in)+len(fresh) > MaxFed {
+				return fmt.Errorf("the rule %s of a sandbox has %d addresses already", r.label(i), len(in))
+			}
+		}
+		if len(fresh) > 0 {
+			all = append(all, news{i, fresh})
+		}
+	}
+	if len(all) == 0 {
+		return nil
+	}
+	err := t.locked(func(c *nftables.Conn) error {
+		for _, f := range all {
+			set := t.fedSet(r, f.rule, 0)
+			elements := make([]nftables.SetElement, len(f.addrs))
+			for i, a := range f.addrs {
+				elements[i] = nftables.SetElement{Key: a.AsSlice(), Timeout: max(time.Until(until), time.Millisecond)}
+			}
+			// An element that is there keeps its time, and one that is not cannot be deleted: so all three.
+			if err := errors.Join(c.SetAddElements(set, elements), c.SetDeleteElements(set, elements), c.SetAddElements(set, elements)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, f := range all {
+		for _, a := range f.addrs {
+			r.fed[f.rule][a] = until
+		}
+	}
+	return nil
+}
+
+func (t *table) fedSet(r *restriction, i int, id uint32) *nftables.Set {
+	return &nftables.Set{Table: t.nft, ID: id, Name: r.set(i), HasTimeout: true, KeyType: nftables.TypeIPAddr, Size: 2 * MaxFed}
+}
+
+// setNumber is a number by which the batch under way names a new set. The caller holds mu.
+func (t *table) setNumber() uint32 {
+	t.sets++
+	return t.sets
+}
+
+// describeRestriction adds the chains and sets of r, which no verdict leads to yet.
+func (t *table) describeRestriction(c *nftables.Conn, r *restriction) error {
+	var errs []error
+	chain := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.chain()})
+	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
+		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
+	}
+	refuse := func(i int) []expr.Any {
+		deny := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.refusal(i)})
+		// The counter is of all, for how many were not seen.
+		rule(deny, []expr.Any{&expr.Counter{}})
+		rule(deny, seldom(), t.report(r.label(i)))
+		t.reject(c, deny)
+		return goTo(deny)
+	}
+	now := time.Now()
+	for i := range r.Rules.Rules {
+		it := &r.Rules.Rules[i]
+		about, ok := destination(it)
+		if !ok {
+			if r.refuses(i) {
+				refuse(i) // so that every restriction has the same parts
+			}
+			continue
+		}
+		if it.Fed {
+			set := t.fedSet(r, i, t.setNumber())
+			var elements []nftables.SetElement
+			for a, end := range r.fed[i] {
+				if left := end.Sub(now); left > time.Millisecond && a.Is4() {
+					elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: left})
+				}
+			}
+			errs = append(errs, c.AddSet(set, elements))
+			about = slices.Concat(address(16), lookup(set, true))
+		}
+		then := verdict(expr.VerdictAccept)
+		if !it.Allow {
+			then = refuse(i)
+		}
+		flows, err := t.traffic(c, it)
+		errs = append(errs, err)
+		for _, flow := range flows {
+			rule(chain, flow, about, then)
+		}
+	}
+	rule(chain, refuse(len(r.Rules.Rules)))
+	return errors.Join(errs...)
+}
+
+// destination matches the addresses of a rule that is not fed; not ok is one of another family.
+func destination(r *Rule) (match []expr.Any, ok bool) {
+	p := r.Prefix
+	switch {
+	case r.Fed, !p.IsValid(), p.Addr().Is4() && p.Bits() == 0:
+		return nil, true
+	case !p.Addr().Is4():
+		return nil, false
+	}
+	mask := binary.BigEndian.AppendUint32(nil, ^uint32(0)<<(32-p.Bits()))
+	return append(address(16),
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: mask, Xor: make([]byte, 4)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Masked().Addr().AsSlice()}), true
+}
+
+var everyPort = []Ports{{0, 65535}}
+
+// traffic is matches of which each is of a part of the rule's traffic, and all together of the whole.
+func (t *table) traffic(c *nftables.Conn, r *Rule) (matches [][]expr.Any, err error) {
+	if r.Other && slices.Equal(r.TCP, everyPort) && slices.Equal(r.UDP, everyPort) {
+		return [][]expr.Any{nil}, nil
+	}
+	for _, part := range []struct {
+		protocol byte
+		ports    []Ports
+	}{{unix.IPPROTO_TCP, r.TCP}, {unix.IPPROTO_UDP, r.UDP}} {
+		if len(part.ports) == 0 {
+			continue
+		}
+		match := protocol(part.protocol)
+		switch p := part.ports[0]; {
+		case slices.Equal(part.ports, everyPort):
+		case len(part.ports) == 1 && p.From == p.To:
+			match = append(match, portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(p.From)})
+		default:
+			set := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "__set%d", Anonymous: true, Constant: true, Interval: true,
+				KeyType: nftables.TypeInetService}
+			var elements []nftables.SetElement
+			for _, p := range part.ports {
+				elements = append(elements, nftables.SetElement{Key: portNumber(p.From)})
+				if p.To < 65535 {
+					elements = append(elements, nftables.SetElement{Key: portNumber(p.To + 1), IntervalEnd: true})
+				}
+			}
+			if err := c.AddSet(set, elements); err != nil {
+				return nil, err
+			}
+			match = append(match, portOf())
+			match = append(match, lookup(set, true)...)
+		}
+		matches = append(matches, match)
+	}
+	if r.Other {
+		matches = append(matches, []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_TCP}},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_UDP}}})
+	}
+	return matches, nil
+}
+
+// restrictedChains adds what all restricted sandboxes share: the way to the resolver, and words for what no rule opens.
+func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain, dropped *nftables.Set) error {
+	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
+		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
+	}
+	isRestricted := []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(t.policied, true)[0]}
+	nat := c.AddChain(&nftables.Chain{Table: t.nft, Name: "to_resolver", Type: nftables.ChainTypeNAT,
+		Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
+	for _, p := range []byte{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
+		rule(nat, isRestricted, protocol(p), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(53)},
+			&expr.Immediate{Register: 1, Data: portNumber(ResolverPort)}, &expr.Redir{RegisterProtoMin: 1, Flags: unix.NF_NAT_RANGE_PROTO_SPECIFIED}})
+		// Only what was sent to port 53: the resolver's own port is not an address to dial.
+		const translated = 1 << 5 // IPS_DST_NAT
+		rule(toHost, isRestricted, []expr.Any{&expr.Ct{Key: expr.CtKeySTATUS, Register: 1},
+			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(translated), Xor: make([]byte, 4)},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)}},
+			protocol(p), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(ResolverPort)}}, verdict(expr.VerdictAccept))
+	}
+	for _, label := range []string{LabelPrivate, LabelLocal} {
+		// One limit per sandbox.
+		meter := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "seen_" + label, Dynamic: true, HasTimeout: true, Timeout: time.Minute,
+			Size: slotCount, KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
+		if err := c.AddSet(meter, nil); err != nil {
+			return err
+		}
+		deny := c.AddChain(&nftables.Chain{Table: t.nft, Name: "deny_" + label})
+		rule(deny, []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
+			&expr.Dynset{SrcRegKey: 1, SetID: meter.ID, SetName: meter.Name, Operation: unix.NFT_DYNSET_OP_UPDATE, Exprs: seldom()}}, t.report(label))
+		t.reject(c, deny)
+		if label == LabelPrivate {
+			for _, chain := range []*nftables.Chain{outOf, toHost} {
+				rule(chain, isRestricted, address(16), lookup(dropped, true), goTo(deny))
+			}
+		} else {
+			rule(toHost, isRestricted, goTo(deny))
+		}
+	}
+	return nil
+}
+
+// reject ends chain: whoever waits for an answer learns at once that there will be none.
+func (t *table) reject(c *nftables.Conn, chain *nftables.Chain) {
+	const adminProhibited = 3 // of the codes for both families
+	c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: append(protocol(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST})})
+	c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: adminProhibited}}})
+}
+
+// report sends the head of a packet to the group of this root.
+func (t *table) report(label string) []expr.Any {
+	const snap = 64 // IPv4 with options and ports would need 64
+	return []expr.Any{&expr.Log{Key: 1<<unix.NFTA_LOG_GROUP | 1<<unix.NFTA_LOG_PREFIX | 1<<unix.NFTA_LOG_SNAPLEN,
+		Group: t.group(), Snaplen: snap, Data: []byte(label)}}
+}
+
+// group is the number under which the kernel reports: that of the block, which no other root of this host has.
+func (t *table) group() uint16 {
+	a := t.block.Addr().As4()
+	return binary.BigEndian.Uint16(a[:])
+}
+
+func seldom() []expr.Any {
+	return []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: 2, Unit: expr.LimitTimeSecond, Burst: 10}}
+}
+
+func egressElement(iface string, r *restriction) []nftables.SetElement {
+	v := &expr.Verdict{Kind: expr.VerdictAccept}
+	if r != nil {
+		v = r.verdict()
+	}
+	return []nftables.SetElement{{Key: ifname(iface), VerdictData: v}}
+}
+
+func protocol(p byte) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{p}}}
+}
+
+func portOf() expr.Any {
+	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+}
+
+func portNumber(p uint16) []byte { return binary.BigEndian.AppendUint16(nil, p) }
+
+func goTo(chain *nftables.Chain) []expr.Any {
+	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain.Name}}
+}

@@ -1,0 +1,195 @@
+package netns
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/nftables"
+)
+
+// dials says how a dial from a namespace ends: "ok", "reset" for a refusal at once, "prohibited", or the error.
+func dials(path, network, address string) string {
+	err := tryWithin(path, func() error {
+		c, err := net.DialTimeout(network, address, patient)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = c.Close() }()
+		if network == "tcp4" {
+			return exchange(c, newToken())
+		}
+		_ = c.SetDeadline(time.Now().Add(patient))
+		if _, err := c.Write([]byte(newToken())); err != nil {
+			return err
+		}
+		_, err = c.Read(make([]byte, 64))
+		return err
+	})
+	switch {
+	case err == nil:
+		return "ok"
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH):
+		return "refused"
+	}
+	return err.Error()
+}
+
+// drops collects what is refused.
+type drops struct {
+	mu  sync.Mutex
+	all []Drop
+}
+
+func watchDrops(t *testing.T, n *Net) *drops {
+	t.Helper()
+	d := &drops{}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- n.Drops(ctx, func(one Drop) {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			d.all = append(d.all, one)
+		})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return d
+}
+
+// wait fails the test if no drop comes for which yes says so.
+func (d *drops) wait(t *testing.T, what string, yes func(Drop) bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patient); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		d.mu.Lock()
+		for _, one := range d.all {
+			if yes(one) {
+				d.mu.Unlock()
+				return
+			}
+		}
+		d.mu.Unlock()
+	}
+	t.Errorf("%s was never reported; what was: %+v", what, d.all)
+}
+
+func TestRestrict(t *testing.T) {
+	newWorld(t)
+	n := open(t, Config{Tag: "rules", Pool: -1})
+	a, free := attach(t, n, "able-box"), attach(t, n, "free-box")
+	seen := watchDrops(t, n)
+	time.Sleep(50 * time.Millisecond) // until the reports are asked for
+	there := fmt.Sprintf("%s:%d", worldUplink, port)
+	other := fmt.Sprintf("203.0.113.80:%d", port)
+	expect := func(when, network, address, want string) {
+		t.Helper()
+		if got := dials(a.Netns, network, address); got != want {
+			t.Errorf("%s: %s to %s: %s, want %s", when, network, address, got, want)
+		}
+	}
+	restrict := func(r Rules) {
+		t.Helper()
+		if err := n.Restrict(t.Context(), "able-box", r, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	everything := Rule{TCP: everyPort, UDP: everyPort, Other: true}
+
+	restrict(Rules{Default: "default"})
+	expect("no rules", "tcp4", there, "refused")
+	expect("no rules", "udp4", there, "refused")
+	expect("no rules", "tcp4", fmt.Sprintf("10.1.2.3:%d", port), "refused")
+	expect("no rules", "tcp4", fmt.Sprintf("%s:%d", hostUplink, port), "refused")
+	expect("no rules", "tcp4", fmt.Sprintf("%s:%d", a.Gateway, ResolverPort), "refused")
+	if got := dials(free.Netns, "tcp4", there); got != "ok" {
+		t.Errorf("a sandbox without rules: %s", got)
+	}
+	seen.wait(t, "the default", func(d Drop) bool {
+		return d == Drop{Source: a.Addr, Label: "default", Dest: netip.MustParseAddr(worldUplink), Protocol: 6, Port: port}
+	})
+	seen.wait(t, "a private destination", func(d Drop) bool { return d.Label == LabelPrivate && d.Dest == netip.MustParseAddr("10.1.2.3") })
+	seen.wait(t, "the host", func(d Drop) bool { return d.Label == LabelLocal && d.Source == a.Addr })
+
+	restrict(Rules{Default: "default", Rules: []Rule{
+		{Label: "1", Prefix: netip.MustParsePrefix("203.0.113.0/24"), TCP: everyPort, UDP: everyPort, Other: true},
+		{Label: "2", Allow: true, TCP: []Ports{{1, 2}, {port, port}}},
+		{Label: "3", Allow: true, Fed: true, UDP: []Ports{{port - 1, port + 1}}},
+	}})
+	expect("first match", "tcp4", other, "refused")
+	expect("ports", "tcp4", there, "ok")
+	expect("not fed", "udp4", there, "refused")
+	if err := n.Feed(t.Context(), "able-box", []int{0, 2, 7}, []netip.Addr{netip.MustParseAddr(worldUplink)}, time.Now().Add(time.Hour)); err != nil {
+		t.Fatal(err)
+	}
+	expect("fed", "udp4", there, "ok")
+
+	// What another program flushes comes back with all that was fed.
+	c := &nftables.Conn{}
+	c.FlushRuleset()
+	if err := c.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(patient); !errors.Is(tcp(a.Netns, "203.0.113.80", newToken(), soon), syscall.ECONNREFUSED); {
+		if time.Now().After(deadline) {
+			t.Fatal("the rules do not come back")
+		}
+	}
+	expect("after a flush", "udp4", there, "ok")
+	expect("after a flush", "tcp4", there, "ok")
+
+	// All port-53 traffic comes to the resolver's port, wherever it went.
+	within(t, "", func() error {
+		u, err := net.ListenPacket("udp4", fmt.Sprintf("%s:%d", a.Gateway, ResolverPort))
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { _ = u.Close() })
+		go func() {
+			buf := make([]byte, 512)
+			for {
+				size, from, err := u.ReadFrom(buf)
+				if err != nil {
+					return
+				}
+				_, _ = u.WriteTo(buf[:size], from)
+			}
+		}()
+		return nil
+	})
+	expect("port 53", "udp4", "8.8.8.8:53", "ok")
+	expect("port 53", "udp4", "10.9.8.7:53", "ok")
+
+	// A flood is counted.
+	restrict(Rules{Default: "default", Rules: []Rule{{Label: "1", UDP: everyPort}, func() Rule { r := everything; r.Label = "2"; return r }()}})
+	for range 100 {
+		udp(a.Netns, worldUplink, newToken())
+	}
+	told := map[Drop]bool{}
+	seen.wait(t, "how many others there were", func(d Drop) bool {
+		if d.More > 0 {
+			told[d] = true
+		}
+		var sum uint64
+		for one := range told {
+			sum += one.More
+		}
+		return sum >= 80 && sum <= 90
+	})
+
+	if err := n.Detach(t.Context(), "able-box"); err != nil {
+		t.Fatal(err)
+	}
+	a = attach(t, n, "able-box")
+	expect("attached again", "tcp4", there, "ok")
+}
