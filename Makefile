@@ -5,6 +5,8 @@
 #   make demo     see it work: an agent's code in a gVisor sandbox, on a private daemon that leaves nothing behind
 #   make test     check, then every test; ends with a line that counts. As root, else most of it is skipped
 #   make check    what needs no running: format, vet, import table, sizes, other platforms
+#   make gen      write api/openapi.json and docs/api.md from the routes and the types
+#   make fuzz-api let a fuzzer loose on a daemon's API, for a minute; as root
 #   make bench    measure each verb beside its floor (BENCH=... for options, see bench/)
 #   make install  as root: programs and the systemd unit, below PREFIX (/usr/local)
 #   make clean    remove what was built
@@ -25,7 +27,7 @@ PREFIX         ?= /usr/local
 DESTDIR        ?=
 TESTFLAGS      ?=
 
-.PHONY: build shard shard-init shard-runsc runc deps check test demo bench install clean
+.PHONY: build shard shard-init shard-runsc runc deps check gen gen-check test fuzz-api demo bench install clean
 .DEFAULT_GOAL := build
 
 build: shard shard-init shard-runsc $(if $(HOST_RUNC),,runc)
@@ -57,7 +59,7 @@ deps:
 	apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends $$missing
 
 # The agent stays in every sandbox: it must stay small.
-check: shard-init
+check: shard-init gen-check
 	@unformatted=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$unformatted" ]; then echo "gofmt these:" $$unformatted >&2; exit 1; fi
 	$(GO) vet ./...
 	$(GO) test -run 'TestHouse|TestBans' .
@@ -65,11 +67,20 @@ check: shard-init
 	GOOS=linux GOARCH=arm64 CGO_ENABLED=0 $(GO) build -o /dev/null ./...
 	GOOS=darwin GOARCH=arm64 CGO_ENABLED=0 $(GO) build -o /dev/null ./cmd/shard
 
+gen:
+	$(GO) run ./tools/openapi
+
+gen-check:
+	$(GO) run ./tools/openapi -check
+
 test: build check
 	$(GO) test -json -timeout 40m $(TESTFLAGS) ./... | $(GO) run ./tools/report
 
 demo: build
 	demo/run
+
+fuzz-api: build
+	test/fuzz-api
 
 bench: build
 	$(GO) run ./bench $(BENCH)

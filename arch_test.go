@@ -26,7 +26,7 @@ var house = map[string]room{
 	"": {},
 
 	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}, theirs: []string{"github.com/spf13/"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/hostfs", "internal/policy", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
 	"client":         {ours: []string{"", "internal/stream"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
 	"cmd/shard-init": {ours: []string{"", "internal/guest", "internal/guest/agent"}, theirs: []string{"golang.org/x/sys/"}},
 
@@ -34,12 +34,13 @@ var house = map[string]room{
 	"internal/token": {ours: []string{""}, theirs: []string{"github.com/golang-jwt/jwt/v5", "golang.org/x/sys/"}},
 
 	"internal/daemon": {ours: []string{"", "internal/api", "internal/engine", "internal/store", "internal/stream", "internal/image",
-		"internal/rootfs", "internal/netns", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest"},
+		"internal/rootfs", "internal/netns", "internal/egress", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest"},
 		theirs: []string{"golang.org/x/"}},
 	"internal/api": {ours: []string{"", "internal/engine", "internal/stream", "internal/guest", "internal/image"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/"}},
 	"internal/engine": {ours: []string{"", "internal/store", "internal/stream", "internal/image", "internal/rootfs", "internal/netns",
 		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy"}, theirs: []string{"golang.org/x/"}},
 	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
+	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns"}, theirs: []string{"github.com/miekg/dns", "golang.org/x/"}},
 	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 
@@ -57,6 +58,7 @@ var house = map[string]room{
 	"internal/guest":       {ours: []string{""}, theirs: []string{"golang.org/x/"}},
 	"internal/guest/agent": {ours: []string{"", "internal/guest", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/", "github.com/creack/pty"}},
 
+	"internal/hostcheck": {theirs: []string{"github.com/vishvananda/", "github.com/google/nftables", "golang.org/x/sys/"}},
 	"internal/hostfs":    {ours: []string{"", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/tarstream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 

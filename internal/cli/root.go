@@ -44,7 +44,7 @@ func (a *App) rootCommand() *cobra.Command {
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
-		a.serveCommand(), a.tokensCommand(),
+		a.serveCommand(), a.tokensCommand(), a.doctorCommand(),
 	)
 	root.SetOut(a.Out)
 	root.SetErr(a.Err)
@@ -85,11 +85,18 @@ func (a *App) checkGlobals(cmd *cobra.Command) error {
 	if !cmd.HasParent() || cmd.Parent().Name() == "completion" || cmd.Name() == cobra.ShellCompRequestCmd {
 		return nil // --version, help and completion answer whatever the globals say
 	}
+	if err := a.checkRoot(); err != nil {
+		return err
+	}
+	return a.useRemote(cmd)
+}
+
+func (a *App) checkRoot() error {
 	if !filepath.IsAbs(a.root) {
 		return usagef("--root %s is not an absolute path", shard.Quote(a.root))
 	}
 	a.root = filepath.Clean(a.root)
-	return a.useRemote(cmd)
+	return nil
 }
 
 // groupRun is what a command that only holds others does: help without arguments, else no such command.

@@ -228,7 +228,7 @@ func (d *description) document() object {
 	}
 	return object{
 		"openapi": "3.1.0",
-		"info": object{"title": "shard", "version": "v0", "license": object{"name": "See LICENSE in the source"},
+		"info": object{"title": "shard", "version": "v0", "license": object{"name": "Apache License 2.0", "identifier": "Apache-2.0"},
 			"description": "Sandboxes for code that agents write. The daemon serves this API on its unix socket, where everything is allowed, and shard serve to a network, for " +
 				"holders of a token. Every object is closed: a field or a parameter that is not listed is refused. A client must tolerate codes of errors that it does not know."},
 		"servers": []any{object{"url": "http://127.0.0.1:7850", "description": "shard serve"}},
