@@ -53,7 +53,9 @@ class Host:
 
     def cli(self, *args: str) -> str:
         """Runs the command line against the daemon."""
-        done = subprocess.run([self.shard, "--root", self.root, *args], capture_output=True, text=True, env=self.env, check=False)
+        done = subprocess.run(
+            [self.shard, "--root", self.root, *args], capture_output=True, text=True, env=self.env, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"shard {' '.join(args)}: {done.stderr}\n{self.log()}")
         return done.stdout
@@ -96,6 +98,15 @@ class Host:
         self.remote = f"https://127.0.0.1:{port}"
         found = list(Path(self.root).rglob("ca.crt"))
         self.ca_file = str(found[0])
+
+    def restart_daemon(self) -> None:
+        """Kills the daemon and starts it again on the same root; sandboxes and commands go on meanwhile."""
+        self.daemon.kill()
+        self.daemon.wait()
+        self._processes.remove(self.daemon)
+        self.daemon = self._spawn("daemon", "--provider", self.provider)
+        self._processes.insert(0, self._processes.pop())
+        self._until(self.daemon, os.path.join(self.root, "shard.sock"))
 
     def import_busybox(self) -> str:
         """An image of busybox alone; its reference."""

@@ -52,11 +52,6 @@ def encode(opcode: int, payload: bytes, mask: bytes | None = None) -> bytes:
     return head + mask + _masked(payload, mask)
 
 
-def encode_close(code: int = 1000) -> bytes:
-    """A close frame."""
-    return encode(CLOSE, code.to_bytes(2, "big"))
-
-
 def _masked(data: bytes, mask: bytes) -> bytes:
     # One XOR of two big integers: the fastest way that needs no C of our own.
     size = len(data)

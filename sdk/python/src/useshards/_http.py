@@ -28,7 +28,9 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16, keepa
 
 
 def _options(settings: Settings) -> dict[str, Any]:
-    return {"verify": settings.tls or True, "limits": _LIMITS, "socket_options": _KEEPALIVE}
+    # Loading the public CAs takes a while, and an http remote needs none.
+    verify = settings.tls or settings.remote.startswith("https:")
+    return {"verify": verify, "limits": _LIMITS, "socket_options": _KEEPALIVE}
 
 
 def _headers(settings: Settings, version: str) -> dict[str, str]:

@@ -10,12 +10,15 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from typing_extensions import ParamSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Requests that were given up while they connected, until they are gone.
+Strays: TypeAlias = set[asyncio.Future[None]]
 
 AsyncSemaphore = asyncio.Semaphore
 Semaphore = threading.Semaphore
@@ -25,6 +28,66 @@ Lock = threading.Lock
 
 async_sleep = asyncio.sleep
 sleep = time.sleep
+
+
+class AsyncSending(Generic[T]):
+    """A request on its way. The library below loses the socket of a connect that is cancelled, so a cancel lets the
+    connect end and only then ends the request.
+    """
+
+    def __init__(self) -> None:
+        self._connected = False
+        self._left = False
+
+    def begin(self) -> None:
+        """Told when the connection stands and the request is about to be written."""
+        self._connected = True
+        if self._left:
+            raise asyncio.CancelledError
+
+    async def wait(self, work: Callable[[], Awaitable[T]], drop: Callable[[T], Awaitable[None]], strays: Strays) -> T:
+        """Does the work; when this is cancelled, `drop` gets what it returns all the same. `strays` are what may linger."""
+        task = asyncio.ensure_future(work())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._left = True
+            if self._connected:
+                task.cancel()
+
+            async def tidy() -> None:
+                await asyncio.wait({task})
+                if not task.cancelled() and task.exception() is None:
+                    await drop(task.result())
+
+            stray = asyncio.ensure_future(tidy())
+            strays.add(stray)
+            stray.add_done_callback(strays.discard)
+            if self._connected:
+                await asyncio.wait({stray})
+            raise
+
+    @staticmethod
+    async def finish(strays: Strays) -> None:
+        """Waits for what lingers; its connects are bounded."""
+        if strays:
+            await asyncio.wait(set(strays))
+
+
+class Sending(Generic[T]):
+    """A request on its way; a thread cannot be cancelled."""
+
+    def begin(self) -> None:
+        """Told when the connection stands and the request is about to be written."""
+
+    def wait(self, work: Callable[[], T], drop: Callable[[T], None], strays: Strays) -> T:
+        """Does the work."""
+        del drop, strays
+        return work()
+
+    @staticmethod
+    def finish(strays: Strays) -> None:
+        """Nothing lingers."""
 
 
 class AsyncTask(Generic[T]):

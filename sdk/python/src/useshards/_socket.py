@@ -17,8 +17,8 @@ import threading
 import time
 from typing import Any
 
-from ._errors import ShardConnectionError
-from ._frames import BINARY, CLOSE, PING, PONG, Decoder, Message, encode, encode_close
+from ._errors import ProtocolError, ShardConnectionError
+from ._frames import BINARY, CLOSE, PING, PONG, Decoder, Message, encode
 from ._http import Response
 
 # How long the server may be silent before it is asked for a sign of life, and again before it counts as gone, in seconds.
@@ -49,6 +49,7 @@ class AsyncSocket:
         self._decoder = Decoder()
         self._lock = asyncio.Lock()
         self._writes: set[asyncio.Task[None]] = set()
+        self._over = False  # the server has closed
         self._closed = False
 
     async def receive(self) -> Message:
@@ -63,6 +64,7 @@ class AsyncSocket:
             elif message.opcode == PING:
                 self._write_aside(encode(PONG, message.data))
             elif message.opcode == CLOSE:
+                self._over = True
                 self._write_aside(encode(CLOSE, message.data[:2]))
                 return message
             elif message.opcode != PONG:
@@ -114,10 +116,10 @@ class AsyncSocket:
         """After the last message: lets the server close, so that neither side sees a cut connection."""
         try:
             async with asyncio.timeout(CLOSE_WAIT):
-                while (await self.receive()).opcode != CLOSE:
-                    pass
+                while not self._over:
+                    await self.receive()
                 await asyncio.gather(*self._writes, return_exceptions=True)
-        except (TimeoutError, ShardConnectionError):
+        except (TimeoutError, ShardConnectionError, ProtocolError):
             pass
         await self.aclose()
 
@@ -142,6 +144,7 @@ class Socket:
         # Guards the socket object and everything below. Nothing blocks while it is held.
         self._lock = threading.Lock()
         self._outbox = bytearray()
+        self._over = False  # the server has closed
         self._closed = False
         self._users = 0  # threads that are inside; the last one out of a closed socket lets go of the descriptor
         self._feed_leading(stream)
@@ -154,7 +157,7 @@ class Socket:
             pass
         self._sock.setblocking(False)
 
-    def receive(self) -> Message:
+    def receive(self, deadline: float | None = None) -> Message:
         """The next message that is not a heartbeat; a close frame has been answered and is the last one.
 
         Raises StreamCut, StreamSilent and ProtocolError. Only one thread may receive.
@@ -162,16 +165,17 @@ class Socket:
         while True:
             message = self._decoder.next()
             if message is None:
-                self._decoder.feed(self._read())
+                self._decoder.feed(self._read(deadline))
             elif message.opcode == PING:
                 self._write_aside(encode(PONG, message.data))
             elif message.opcode == CLOSE:
+                self._over = True
                 self._write_aside(encode(CLOSE, message.data[:2]))
                 return message
             elif message.opcode != PONG:
                 return message
 
-    def _read(self, deadline: float | None = None) -> bytes:
+    def _read(self, deadline: float | None) -> bytes:
         for silence in range(2):
             until = time.monotonic() + HEARTBEAT
             while (now := time.monotonic()) < until:
@@ -271,11 +275,9 @@ class Socket:
         """After the last message: lets the server close, so that neither side sees a cut connection."""
         deadline = time.monotonic() + CLOSE_WAIT
         try:
-            while (message := self._decoder.next()) is None or message.opcode != CLOSE:
-                if message is None:
-                    self._decoder.feed(self._read(deadline))
-            self._write_aside(encode_close())
-        except ShardConnectionError:
+            while not self._over:
+                self.receive(deadline)
+        except (ShardConnectionError, ProtocolError):
             pass
         self.close()
 

@@ -330,7 +330,10 @@ class AsyncCommand:
         return self._attachment
 
     async def resize(self, rows: int, cols: int) -> None:
-        """Tells the command's terminal its size in character cells, each 0 to 65535.
+        """Tells the command's terminal its size.
+
+        Args:
+            rows, cols: Character cells, each 0 to 65535.
 
         Raises:
             ValueError: A number is out of range.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
@@ -13,7 +13,7 @@ from .._errors import ProtocolError, ShardConnectionError, ShardError, refusal
 from .._frames import accept_of, new_key
 from .._http import Request, Response, TransportError, async_client, bounds, failure
 from .._records import Fields
-from .._runtime import AsyncSemaphore
+from .._runtime import AsyncSemaphore, AsyncSending, Strays
 from .._settings import Settings
 from .._socket import AsyncSocket
 from .._version import __version__
@@ -66,6 +66,7 @@ class AsyncTransport:
         self._settings = settings
         self._client = async_client(settings, __version__)
         self._gate = AsyncSemaphore(_UNAUTHENTICATED)
+        self._strays: Strays = set()
         self._closed = False
         self.live: set[AsyncCloseable] = set()
 
@@ -79,6 +80,7 @@ class AsyncTransport:
         self._closed = True
         for stream in list(self.live):
             await stream.aclose()
+        await AsyncSending.finish(self._strays)
         await self._client.aclose()
 
     async def call(
@@ -150,7 +152,7 @@ class AsyncTransport:
         headers: Mapping[str, str] | None = None,
         waits: bool = False,
         streams: bool = False,
-    ) -> AsyncIterator[Response]:
+    ) -> AsyncGenerator[Response]:
         """An answer whose body is still to be read; `streams` takes the bound off the body. A refusal is raised."""
         request = self._request(method, path, query, content, headers or {}, waits=waits)
         response = await self._send(request)
@@ -220,13 +222,23 @@ class AsyncTransport:
                 held.clear()
                 self._gate.release()
 
+        sending = AsyncSending[Response]()
+
         async def trace(event: str, _: Mapping[str, Any]) -> None:
-            if event.endswith("send_request_headers.complete"):
+            if event.endswith("send_request_headers.started"):
+                sending.begin()
+            elif event.endswith("send_request_headers.complete"):
                 let_go()
+
+        async def send() -> Response:
+            return await self._client.send(request, stream=True)
+
+        async def drop(response: Response) -> None:
+            await response.aclose()
 
         request.extensions["trace"] = trace
         try:
-            return await self._client.send(request, stream=True)
+            return await sending.wait(send, drop, self._strays)
         except TransportError as exc:
             raise failure(exc, self._settings) from exc
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode
@@ -14,7 +14,7 @@ from .._errors import ProtocolError, ShardConnectionError, ShardError, refusal
 from .._frames import accept_of, new_key
 from .._http import Request, Response, TransportError, bounds, client, failure
 from .._records import Fields
-from .._runtime import Semaphore
+from .._runtime import Semaphore, Sending, Strays
 from .._settings import Settings
 from .._socket import Socket
 from .._version import __version__
@@ -67,6 +67,7 @@ class Transport:
         self._settings = settings
         self._client = client(settings, __version__)
         self._gate = Semaphore(_UNAUTHENTICATED)
+        self._strays: Strays = set()
         self._closed = False
         self.live: set[Closeable] = set()
 
@@ -80,6 +81,7 @@ class Transport:
         self._closed = True
         for stream in list(self.live):
             stream.close()
+        Sending.finish(self._strays)
         self._client.close()
 
     def call(
@@ -151,7 +153,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         waits: bool = False,
         streams: bool = False,
-    ) -> Iterator[Response]:
+    ) -> Generator[Response]:
         """An answer whose body is still to be read; `streams` takes the bound off the body. A refusal is raised."""
         request = self._request(method, path, query, content, headers or {}, waits=waits)
         response = self._send(request)
@@ -221,13 +223,23 @@ class Transport:
                 held.clear()
                 self._gate.release()
 
+        sending = Sending[Response]()
+
         def trace(event: str, _: Mapping[str, Any]) -> None:
-            if event.endswith("send_request_headers.complete"):
+            if event.endswith("send_request_headers.started"):
+                sending.begin()
+            elif event.endswith("send_request_headers.complete"):
                 let_go()
+
+        def send() -> Response:
+            return self._client.send(request, stream=True)
+
+        def drop(response: Response) -> None:
+            response.close()
 
         request.extensions["trace"] = trace
         try:
-            return self._client.send(request, stream=True)
+            return sending.wait(send, drop, self._strays)
         except TransportError as exc:
             raise failure(exc, self._settings) from exc
         finally:
