@@ -44,7 +44,7 @@ func (a *App) rootCommand() *cobra.Command {
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
-		a.serveCommand(), a.tokensCommand(), a.doctorCommand(),
+		a.serveCommand(), a.tokensCommand(), a.doctorCommand(), a.setupCommand(),
 	)
 	root.SetOut(a.Out)
 	root.SetErr(a.Err)
