@@ -229,8 +229,22 @@ func heard(log *stream.Log, end int64) {
 	}
 }
 
-// lastWords is how long the next run of a name waits for the output of the one before.
+// lastWords is how long an end waits for the output before it. Only a client that is attached and slow makes it long.
 const lastWords = 2 * time.Second
+
+// hear waits for the last output of the processes that are over, so that whoever learns of an end finds the log whole.
+func (sb *sandbox) hear(states []guest.ProcessState) {
+	for _, s := range states {
+		name := sb.record().runName(s.ID)
+		if s.State == shard.ProcessRunning || s.State == shard.ProcessRestarting || name == "" {
+			continue
+		}
+		sb.mu.Lock()
+		log := sb.process(name).log
+		sb.mu.Unlock()
+		heard(log, s.End)
+	}
+}
 
 // expectNot says that a run came to nothing.
 func (sb *sandbox) expectNot(id string) {
@@ -449,6 +463,7 @@ func (sb *sandbox) openStates(session *guest.Session) (held []string, err error)
 		for {
 			news, err := states.Next()
 			if err == nil {
+				sb.hear(news)
 				if err = sb.tell(news); err != nil {
 					sb.e.Log.Error("store how processes stand", "sandbox", sb.id, "err", err)
 				}
