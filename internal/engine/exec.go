@@ -42,6 +42,7 @@ type Command struct {
 	mu        sync.Mutex // comes after sandbox.mu
 	rec       shard.Exec
 	guest     *guest.Command // nil while there is no session
+	session   *guest.Session // the last that had it
 	attending chan struct{}  // closed when guest is set
 	gone      error          // why the command is no more, when it did not end by itself
 	lost      int64          // bytes that the record counts and the spool does not: an earlier daemon could not hold them
@@ -131,7 +132,7 @@ func (c *Command) launch(ctx context.Context, session *guest.Session, spec guest
 	}
 	cmd, err := session.Exec(ctx, spec, (*sink)(c))
 	if err == nil {
-		c.attend(cmd)
+		c.attend(session, cmd)
 		return nil
 	}
 	if _, refused := errors.AsType[*shard.Error](err); refused {
@@ -227,12 +228,12 @@ func (c *Command) drop() {
 }
 
 // attend takes up the program in a session. It may have ended already.
-func (c *Command) attend(cmd *guest.Command) {
+func (c *Command) attend(session *guest.Session, cmd *guest.Command) {
 	c.mu.Lock()
 	if c.guest == nil { // else the last session broke before it was taken up here
 		close(c.attending)
 	}
-	c.guest = cmd
+	c.guest, c.session = cmd, session
 	if c.sent != cmd.Head.StdinBytes {
 		c.inputLost = c.sent > cmd.Head.StdinBytes
 		c.sent = cmd.Head.StdinBytes

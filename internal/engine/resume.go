@@ -21,8 +21,16 @@ func (e *Engine) resumeCommands(sb *sandbox, session *guest.Session) {
 	ctx, cancel := context.WithTimeout(e.ctx, execTime)
 	defer cancel()
 	sb.mu.Lock()
-	commands := slices.Clone(sb.commands) // before the agent's: who enters later is not to be missed there
+	commands := slices.Clone(sb.commands)
 	sb.mu.Unlock()
+	for _, c := range commands { // so that the agent's list, asked for next, has every one that was started
+		select {
+		case <-c.launched:
+		case <-ctx.Done():
+			e.giveUp(sb, session, "wait for a command to start", ctx.Err())
+			return
+		}
+	}
 	var head guest.ExecsHead
 	if err := session.Call(ctx, guest.OpExecs, nil, &head); err != nil {
 		e.giveUp(sb, session, "list the agent's commands", err)
@@ -35,7 +43,7 @@ func (e *Engine) resumeCommands(sb *sandbox, session *guest.Session) {
 	for _, c := range commands {
 		h, known := agents[c.rec.ID]
 		switch {
-		case !c.isLaunched(): // its start is under way, or just failing
+		case c.isIn(session): // started just now
 		case c.Ended():
 			if known {
 				_ = session.Call(ctx, guest.OpForget, guest.ForgetArgs{ID: c.rec.ID}, nil)
@@ -71,8 +79,15 @@ func (c *Command) resume(ctx context.Context, session *guest.Session, offset int
 	if err != nil {
 		return err
 	}
-	c.attend(cmd)
+	c.attend(session, cmd)
 	return nil
+}
+
+// isIn says whether a session has the command already.
+func (c *Command) isIn(session *guest.Session) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.session == session
 }
 
 // lose drops a command of which only the record is left.
