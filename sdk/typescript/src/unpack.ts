@@ -160,7 +160,9 @@ class Unpacker {
       } else {
         id = await this.#file(landing, temporary);
       }
-      await rename(temporary, this.#path(path));
+      await rename(temporary, this.#path(path)).catch((error: NodeJS.ErrnoException) => {
+        throw error.code === "EISDIR" || error.code === "ENOTEMPTY" ? refused(landing, "needs a place where there is a directory") : error;
+      });
       this.#links.delete(path);
       this.#files.delete(path);
       if (type === "symlink") {

@@ -1,7 +1,7 @@
 // A real daemon and a real `shard serve` over TLS, in a private root of which nothing is left when the tests end.
 
 import { spawn, spawnSync, type ChildProcess } from "node:child_process";
-import { chmodSync, closeSync, copyFileSync, existsSync, mkdirSync, mkdtempSync, openSync, readFileSync, readdirSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
+import { chmodSync, closeSync, copyFileSync, existsSync, mkdirSync, mkdtempSync, openSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { createConnection, createServer, type AddressInfo } from "node:net";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -19,7 +19,7 @@ export function missing(): string | false {
   return false;
 }
 
-/** The providers that work on this machine, as the daemon says. */
+/** One daemon with one provider, and one server in front of it. */
 export class Host {
   readonly root: string = mkdtempSync("/tmp/st");
   remote = "";
@@ -127,9 +127,9 @@ export class Host {
   }
 
   #find(name: string): string {
-    const found = readdirSync(this.root, { recursive: true, encoding: "utf8" }).find((path) => path.endsWith(`/${name}`) || path === name);
-    if (found === undefined) throw new Error(`there is no ${name}`);
-    return join(this.root, found);
+    const found = spawnSync("find", [this.root, "-name", name], { encoding: "utf8" }).stdout.split("\n")[0];
+    if (!found) throw new Error(`there is no ${name}`);
+    return found;
   }
 }
 
