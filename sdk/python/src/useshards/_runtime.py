@@ -10,9 +10,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeAlias, TypeVar
-
-from typing_extensions import ParamSpec
+from typing import Generic, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")

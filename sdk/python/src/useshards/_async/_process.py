@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+from typing_extensions import override
+
 from .._errors import ProtocolError, ShardConnectionError, api_error
 from .._frames import CLOSE, TEXT, Message, close_reason
 from .._models import EgressDecision, ProcessInfo, egress_decision, process_info
@@ -103,6 +105,7 @@ class AsyncLogFollow(AsyncFollow[bytes]):
         b'tick 1\\n'
     """
 
+    @override
     def _take(self, message: Message) -> bytes | None:
         kind, payload = split(message, "a log's stream")
         return None if kind == 3 else payload
@@ -116,6 +119,7 @@ class AsyncEgressFollow(AsyncFollow[EgressDecision]):
         ...     print(decision.verdict, decision.host)
     """
 
+    @override
     def _take(self, message: Message) -> EgressDecision | None:
         if message.opcode == CLOSE:
             code, reason = close_reason(message)
@@ -132,6 +136,7 @@ class AsyncEgressFollow(AsyncFollow[EgressDecision]):
 class _AsyncEnd(AsyncFollow[ProcessInfo]):
     """How a process ended. Its output comes along and is dropped: unlike a plain answer, a stream has heartbeats."""
 
+    @override
     def _take(self, message: Message) -> ProcessInfo | None:
         kind, payload = split(message, "a process's stream")
         return read(decode(payload), process_info, "a process") if kind == 3 else None

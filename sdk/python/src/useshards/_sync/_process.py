@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
+from typing_extensions import override
+
 from .._errors import ProtocolError, ShardConnectionError, api_error
 from .._frames import CLOSE, TEXT, Message, close_reason
 from .._models import EgressDecision, ProcessInfo, egress_decision, process_info
@@ -104,6 +106,7 @@ class LogFollow(Follow[bytes]):
         b'tick 1\\n'
     """
 
+    @override
     def _take(self, message: Message) -> bytes | None:
         kind, payload = split(message, "a log's stream")
         return None if kind == 3 else payload
@@ -117,6 +120,7 @@ class EgressFollow(Follow[EgressDecision]):
         ...     print(decision.verdict, decision.host)
     """
 
+    @override
     def _take(self, message: Message) -> EgressDecision | None:
         if message.opcode == CLOSE:
             code, reason = close_reason(message)
@@ -133,6 +137,7 @@ class EgressFollow(Follow[EgressDecision]):
 class _End(Follow[ProcessInfo]):
     """How a process ended. Its output comes along and is dropped: unlike a plain answer, a stream has heartbeats."""
 
+    @override
     def _take(self, message: Message) -> ProcessInfo | None:
         kind, payload = split(message, "a process's stream")
         return read(decode(payload), process_info, "a process") if kind == 3 else None
