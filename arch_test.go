@@ -40,7 +40,7 @@ var house = map[string]room{
 	"internal/engine": {ours: []string{"", "internal/store", "internal/stream", "internal/image", "internal/rootfs", "internal/netns",
 		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy"}, theirs: []string{"golang.org/x/"}},
 	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
-	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns"}, theirs: []string{"github.com/miekg/dns", "golang.org/x/"}},
+	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns"}, theirs: []string{"github.com/miekg/dns", "github.com/vishvananda/", "golang.org/x/"}},
 	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 

@@ -1,0 +1,380 @@
+package egress
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/useshards/shard/internal/policy"
+)
+
+// What one request holds in memory, in bytes, each as the protocol bounds it: the buffers of copying, what an HTTP/2 client
+// may send before it is passed on, and what an HTTP/2 host may send before the sandbox takes it.
+const (
+	copyBuffer   = 32 << 10
+	streamWindow = 64 << 10
+	answerWindow = 256 << 10
+)
+
+var (
+	errManyConns = errors.New("the sandbox has too many connections through the proxy")
+	errHeld      = errors.New("the sandbox has too much under way through the proxy")
+)
+
+// exchange is one request on its way, in its context.
+type exchange struct {
+	guest *guestConn
+	trunk *trunk
+	route route
+	host  string // "" with an address
+	held  int
+}
+
+type (
+	exchangeKey struct{}
+	guestKey    struct{}
+)
+
+// label is the host as decisions name it.
+func (x *exchange) label() string {
+	if x.host == "" {
+		return x.route.addrs[0].String()
+	}
+	return x.host
+}
+
+func (p *Proxy) server(port uint16) *http.Server {
+	forward := p.forwarder()
+	return &http.Server{
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { p.request(w, r, port, forward) }),
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			if t, ok := c.(*tls.Conn); ok {
+				c = t.NetConn()
+			}
+			return context.WithValue(ctx, guestKey{}, c)
+		},
+		ReadHeaderTimeout: headTime,
+		// Neither bodies nor answers have a time: streams last as long as both sides want. A side that is gone or takes
+		// nothing is found by the kernel (tune).
+		IdleTimeout:    idleTime,
+		MaxHeaderBytes: maxHead,
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 128, MaxReceiveBufferPerStream: streamWindow,
+			MaxReceiveBufferPerConnection: 4 * streamWindow},
+		ErrorLog: slog.NewLogLogger(p.o.Log.Handler(), slog.LevelDebug),
+	}
+}
+
+// request judges one request and passes it on.
+func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, forward http.Handler) {
+	g := r.Context().Value(guestKey{}).(*guestConn)
+	sub, ok := p.o.Subject(g.client.sandbox)
+	if !ok {
+		panic(http.ErrAbortHandler) // the sandbox went
+	}
+	host, dest, ok := target(r.Host, port)
+	switch {
+	case r.Method == http.MethodConnect:
+		answer(w, refusal{status: 400, reason: "CONNECT is not served: connect to the host itself"}, r.Host, port)
+		return
+	case !ok:
+		answer(w, refusal{status: 400, reason: "the request does not name a host at this port"}, r.Host, port)
+		return
+	case r.TLS != nil && !names(r.TLS, host):
+		answer(w, refusal{status: 400, reason: "the request names another host than its TLS connection does"}, r.Host, port)
+		return
+	}
+	label := host
+	if host == "" {
+		label = dest.String()
+	} else {
+		dest = g.dest
+	}
+	t := g.client.trunkUnder(p, sub.Policy)
+	if t == nil {
+		panic(http.ErrAbortHandler)
+	}
+	x := &exchange{guest: g, trunk: t, host: host, held: copyBuffer}
+	if r.ProtoMajor == 2 {
+		x.held += streamWindow
+	}
+	if !g.client.hold(x.held) {
+		p.deny(w, g, label, refusal{status: 503, rule: ruleLimit, reason: errHeld.Error()})
+		return
+	}
+	defer func() { g.client.release(x.held) }()
+	way, refused := p.way(r.Context(), g, t, host, dest)
+	if refused != nil {
+		p.deny(w, g, label, *refused)
+		return
+	}
+	if err := p.record(g, label, way); err != nil {
+		p.o.Log.Error("a decision of the proxy could not be recorded", "sandbox", g.client.sandbox, "err", err)
+		answer(w, refusal{status: 503, reason: "the decision could not be recorded, so the request was not sent"}, label, port)
+		return
+	}
+	x.route = way
+	// Only WebSockets change the protocol. After another upgrade, to HTTP/2 above all, requests would go by unjudged.
+	if !strings.EqualFold(r.Header.Get("Upgrade"), "websocket") {
+		r.Header.Del("Upgrade")
+	}
+	if r.ProtoMajor == 1 {
+		_ = http.NewResponseController(w).EnableFullDuplex() // an answer may come before the request has ended
+	}
+	forward.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), exchangeKey{}, x)))
+}
+
+// names says whether a TLS connection was made to the host.
+func names(state *tls.ConnectionState, host string) bool {
+	name, err := policy.Host(state.ServerName)
+	return err == nil && name == host
+}
+
+func (p *Proxy) deny(w http.ResponseWriter, g *guestConn, host string, r refusal) {
+	p.note(g, host, r)
+	answer(w, r, host, g.port)
+}
+
+// answer is a refusal as programs read it.
+func answer(w http.ResponseWriter, r refusal, host string, port uint16) {
+	body, err := json.Marshal(struct {
+		Host   string `json:"host"`
+		Port   uint16 `json:"port"`
+		Rule   string `json:"rule,omitempty"`
+		Text   string `json:"rule_text,omitempty"`
+		Reason string `json:"reason"`
+	}{host, port, r.rule, r.text, r.reason})
+	if err != nil {
+		panic(http.ErrAbortHandler)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(r.status)
+	_, _ = w.Write(append(body, '\n'))
+}
+
+func (p *Proxy) forwarder() http.Handler {
+	return &httputil.ReverseProxy{
+		FlushInterval: -1, // what a host sends is passed on at once
+		BufferPool:    &buffers{},
+		ErrorLog:      slog.NewLogLogger(p.o.Log.Handler(), slog.LevelDebug),
+		Transport:     roundTripper(roundTrip),
+		Rewrite:       rewrite,
+		ModifyResponse: func(resp *http.Response) error {
+			x := resp.Request.Context().Value(exchangeKey{}).(*exchange)
+			if resp.ProtoMajor == 2 {
+				if !x.guest.client.hold(answerWindow) {
+					return errHeld
+				}
+				x.held += answerWindow
+			}
+			return nil
+		},
+		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
+			x := r.Context().Value(exchangeKey{}).(*exchange)
+			if r.Context().Err() != nil {
+				panic(http.ErrAbortHandler) // the sandbox hung up
+			}
+			p.o.Log.Debug("a request of the proxy failed", "sandbox", x.guest.client.sandbox, "host", x.label(), "err", err)
+			p.deny(w, x.guest, x.label(), failure(err))
+		},
+	}
+}
+
+// rewrite makes the request that the host gets: what the sandbox sent, less what belongs to its connection.
+func rewrite(pr *httputil.ProxyRequest) {
+	x := pr.In.Context().Value(exchangeKey{}).(*exchange)
+	pr.Out.URL.Scheme = "http"
+	if x.guest.port == 443 {
+		pr.Out.URL.Scheme = "https"
+	}
+	authority := x.host
+	if authority == "" {
+		if authority = x.route.addrs[0].String(); x.route.addrs[0].Is6() {
+			authority = "[" + authority + "]"
+		}
+	}
+	// The name that was judged is the name that is sent, whatever else the request line said.
+	pr.Out.URL.Host, pr.Out.Host = authority, authority
+	pr.Out.URL.User = nil
+	pr.Out.URL.RawQuery = pr.In.URL.RawQuery
+	for _, name := range []string{"Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto"} {
+		if v, ok := pr.In.Header[name]; ok {
+			pr.Out.Header[name] = v
+		}
+	}
+	// The map that the server fills when the body has ended.
+	pr.Out.Trailer = pr.In.Trailer
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func roundTrip(r *http.Request) (*http.Response, error) {
+	x := r.Context().Value(exchangeKey{}).(*exchange)
+	tr := x.trunk.https
+	if r.URL.Scheme == "http" && r.ProtoMajor == 2 {
+		tr = x.trunk.h2c
+	}
+	if x.route.claimed {
+		// Kept connections are found by name, and this address is not the name's.
+		tr = tr.Clone()
+		tr.DisableKeepAlives = true
+	}
+	return tr.RoundTrip(r)
+}
+
+// trunk is the proxy's side towards hosts for one sandbox under one policy: no connection outlives the policy under which
+// its address was judged, and none is shared, since some carry a login.
+type trunk struct {
+	policy     *policy.Compiled
+	https, h2c *http.Transport // https speaks plain HTTP/1.1 too
+
+	mu     sync.Mutex // a leaf
+	routes map[routeKey]remembered
+}
+
+// trunkUnder is the client's trunk under a policy; nil when the client has ended.
+func (c *client) trunkUnder(p *Proxy, under *policy.Compiled) *trunk {
+	c.mu.Lock()
+	if c.ended || c.trunk != nil && c.trunk.policy == under {
+		defer c.mu.Unlock()
+		return c.trunk
+	}
+	old := c.trunk
+	t := &trunk{policy: under, routes: map[routeKey]remembered{}, https: p.transport(c), h2c: p.transport(c)}
+	t.https.Protocols = new(http.Protocols)
+	t.https.Protocols.SetHTTP1(true)
+	t.https.Protocols.SetHTTP2(true)
+	t.h2c.Protocols = new(http.Protocols)
+	t.h2c.Protocols.SetUnencryptedHTTP2(true)
+	c.trunk = t
+	c.mu.Unlock()
+	if old != nil {
+		old.close()
+	}
+	return t
+}
+
+func (t *trunk) close() {
+	t.https.CloseIdleConnections()
+	t.h2c.CloseIdleConnections()
+}
+
+func (p *Proxy) transport(c *client) *http.Transport {
+	return &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			x := ctx.Value(exchangeKey{}).(*exchange)
+			if !c.take() {
+				return nil, errManyConns
+			}
+			ctx, cancel := context.WithTimeout(ctx, dialTime)
+			defer cancel()
+			conn, err := p.connect(ctx, x.route.addrs, x.guest.port)
+			if err != nil {
+				c.give()
+				return nil, err
+			}
+			return &hostConn{Conn: conn, client: c}, nil
+		},
+		TLSClientConfig:        &tls.Config{RootCAs: p.o.Roots, MinVersion: tls.VersionTLS12},
+		TLSHandshakeTimeout:    headTime,
+		DisableCompression:     true, // bytes are passed on as they are
+		MaxIdleConns:           64,
+		MaxIdleConnsPerHost:    16,
+		IdleConnTimeout:        idleTime,
+		ExpectContinueTimeout:  time.Second,
+		MaxResponseHeaderBytes: maxAnswerHead,
+		// No bound on the wait for an answer: programs wait minutes for some, and end the wait by hanging up.
+		HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: answerWindow, MaxReceiveBufferPerConnection: 4 * answerWindow,
+			SendPingTimeout: idleTime, PingTimeout: headTime},
+	}
+}
+
+// take counts one more connection to a host; false where there are too many.
+func (c *client) take() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended || c.upstream >= maxConns {
+		return false
+	}
+	c.upstream++
+	return true
+}
+
+func (c *client) give() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.upstream--
+}
+
+// hostConn is a connection to a host that counts.
+type hostConn struct {
+	net.Conn
+	client *client
+	once   sync.Once
+}
+
+func (h *hostConn) Close() error {
+	h.once.Do(h.client.give)
+	return h.Conn.Close()
+}
+
+// buffers are those of copying, of one size.
+type buffers struct{ pool sync.Pool }
+
+func (b *buffers) Get() []byte {
+	if p, ok := b.pool.Get().(*[]byte); ok {
+		return *p
+	}
+	return make([]byte, copyBuffer)
+}
+
+func (b *buffers) Put(p []byte) { b.pool.Put(&p) }
+
+// failure says to a program why a host could not be asked.
+func failure(err error) refusal {
+	r := refusal{status: 502, silent: true, reason: "the request to the host failed"}
+	var bad *tls.CertificateVerificationError
+	var network net.Error
+	var alert tls.AlertError
+	var record tls.RecordHeaderError
+	switch {
+	case errors.Is(err, errManyConns), errors.Is(err, errHeld):
+		return refusal{status: 503, rule: ruleLimit, reason: rootOf(err).Error()}
+	case errors.Is(err, errLocal):
+		return refusal{status: 403, rule: ruleLocal, reason: errLocal.Error()}
+	case errors.As(err, &bad):
+		return refusal{status: 502, rule: ruleCertificate, reason: "the host's certificate is not valid: " + bad.Err.Error()}
+	case errors.As(err, &alert), errors.As(err, &record):
+		r.reason = "TLS with the host failed: " + rootOf(err).Error()
+	case errors.Is(err, syscall.ECONNREFUSED):
+		r.reason = "the host refused the connection"
+	case errors.Is(err, syscall.ENETUNREACH), errors.Is(err, syscall.EHOSTUNREACH):
+		r.reason = "there is no way to the host"
+	case errors.As(err, &network) && network.Timeout(), errors.Is(err, context.DeadlineExceeded):
+		r.reason = "the host did not answer in time"
+	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		r.reason = "the host closed the connection"
+	}
+	return r
+}
+
+func rootOf(err error) error {
+	for {
+		next := errors.Unwrap(err)
+		if next == nil {
+			return err
+		}
+		err = next
+	}
+}

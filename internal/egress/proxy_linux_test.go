@@ -1,0 +1,554 @@
+package egress
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coder/websocket"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/policy"
+)
+
+// what says of a request what a host saw of it.
+var what = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
+	w.Header().Set("Content-Type", "text/plain")
+	fmt.Fprintf(w, "%s %s %s %s %q xff=%q conn=%q body=%q trailer=%q", r.Proto, r.Method, r.Host, r.RequestURI, r.UserAgent(),
+		r.Header.Get("X-Forwarded-For"), r.Header.Get("X-Hop"), body, r.Trailer.Get("X-End"))
+})
+
+const public = "198.51.100.7"
+
+func TestRequestsAreJudgedByTheirHost(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	r.host("evil.test", public, what) // the same address: the later server answers for both
+	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
+	for _, scheme := range []string{"http", "https"} {
+		for _, h2 := range []bool{false, true} {
+			c := b.client(r.pool, h2)
+			if scheme == "https" {
+				r.host("good.test", "198.51.100.8", what)
+				r.mu.Lock()
+				r.names["good.test"] = []netip.Addr{netip.MustParseAddr("198.51.100.8")}
+				r.mu.Unlock()
+				b.set(Subject{Policy: compile(t, "allow good.test"), Inspect: always}) // forgets the old address
+			}
+			status, body := get(t, c, scheme+"://good.test/a%2fb?x=1;y=%zz")
+			proto := "HTTP/1.1"
+			if scheme == "https" {
+				proto = "HTTP/2.0"
+			}
+			if status != 200 || !strings.HasPrefix(body, proto+" GET good.test /a%2fb?x=1;y=%zz ") {
+				t.Errorf("%s: %d %s", scheme, status, body)
+			}
+			if d := r.last(b.id); d.Verdict != shard.EgressAllow || d.Rule != "3" || d.Host != "good.test" || d.Source != shard.EgressProxy || d.Address == "" {
+				t.Errorf("recorded %+v", d)
+			}
+			status, body = get(t, c, scheme+"://evil.test/")
+			var refused struct{ Host, Rule, Reason string }
+			if err := json.Unmarshal([]byte(body), &refused); err != nil {
+				t.Fatalf("%v: %s", err, body)
+			}
+			if status != 403 || refused.Host != "evil.test" || refused.Rule != policy.RuleDefault || refused.Reason == "" {
+				t.Errorf("%s: %d %s", scheme, status, body)
+			}
+			if d := r.last(b.id); d.Verdict != shard.EgressDeny || d.Rule != policy.RuleDefault || d.Host != "evil.test" {
+				t.Errorf("recorded %+v", d)
+			}
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, name := range r.lookups {
+		if name != "good.test" {
+			t.Errorf("%s was looked up: a name that no rule allows carries data out", name)
+		}
+	}
+}
+
+func TestEveryRequestOfAConnectionIsJudged(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	c := b.raw(80)
+	in := bufio.NewReader(c)
+	ask := func(request string) *http.Response {
+		t.Helper()
+		if _, err := io.WriteString(c, request); err != nil {
+			t.Fatal(err)
+		}
+		resp, err := http.ReadResponse(in, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(resp.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body = io.NopCloser(bytes.NewReader(body))
+		return resp
+	}
+	for _, try := range []struct {
+		request string
+		status  int
+	}{
+		{"GET / HTTP/1.1\r\nHost: good.test\r\n\r\n", 200},
+		{"GET / HTTP/1.1\r\nHost: evil.test\r\n\r\n", 403},
+		{"GET / HTTP/1.1\r\nHost: GOOD.test.\r\n\r\n", 200},
+		{"GET / HTTP/1.1\r\nHost: good.test:80\r\n\r\n", 200},
+		{"GET / HTTP/1.1\r\nHost: good.test:8080\r\n\r\n", 400},
+		{"GET http://evil.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n", 403}, // the line wins over the header
+		{"GET http://good.test/ HTTP/1.1\r\nHost: evil.test\r\n\r\n", 200},
+		{"GET / HTTP/1.1\r\nHost: 10.0.0.1\r\n\r\n", 403},
+		{"GET / HTTP/1.1\r\nHost: 127.1\r\n\r\n", 400},
+		{"GET / HTTP/1.1\r\nHost: \r\n\r\n", 400},
+		{"POST / HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 200},
+	} {
+		if resp := ask(try.request); resp.StatusCode != try.status {
+			body, _ := io.ReadAll(resp.Body)
+			t.Errorf("%q: %d %s, want %d", try.request, resp.StatusCode, body, try.status)
+		}
+	}
+	// A policy that changes counts from the next request on.
+	b.set(Subject{Policy: compile(t, "allow other.test")})
+	if resp := ask("GET / HTTP/1.1\r\nHost: good.test\r\n\r\n"); resp.StatusCode != 403 {
+		t.Errorf("after the change: %d", resp.StatusCode)
+	}
+}
+
+func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
+	r := newRig(t)
+	var mu sync.Mutex
+	var seen []string
+	r.host("good.test", public, http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		body, _ := io.ReadAll(q.Body)
+		mu.Lock()
+		seen = append(seen, q.Method+" "+q.Host+q.RequestURI+" "+string(body))
+		mu.Unlock()
+	}))
+	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	for _, request := range []string{
+		"GET / HTTP/1.1\r\nHost: good.test\r\nHost: evil.test\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: good.test\r\nX: a\x00b\r\n\r\n",
+		"GET /\x01 HTTP/1.1\r\nHost: good.test\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: good.test evil\r\n\r\n",
+		"CONNECT evil.test:443 HTTP/1.1\r\nHost: evil.test:443\r\n\r\n",
+		"GET / HTTP/3.0\r\nHost: good.test\r\n\r\n",
+		"nonsense\r\n\r\n",
+	} {
+		c := b.raw(80)
+		_, _ = io.WriteString(c, request)
+		resp, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err == nil && (resp.StatusCode < 400 || resp.StatusCode > 505) {
+			t.Errorf("%q: %d", request, resp.StatusCode)
+		}
+		_ = c.Close()
+	}
+	// An upgrade to HTTP/2 would carry requests past the judge: it is not passed on.
+	c := b.raw(80)
+	_, _ = io.WriteString(c, "GET /up HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n\r\n")
+	resp, err := http.ReadResponse(bufio.NewReader(c), nil)
+	if err != nil || resp.StatusCode != 200 {
+		t.Errorf("upgrade: %v %v", resp, err)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if len(seen) != 1 || seen[0] != "GET good.test/up " {
+		t.Errorf("the host saw %q", seen)
+	}
+}
+
+func TestHeadersOfTheConnectionStayOnIt(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
+	for _, scheme := range []string{"http", "https"} {
+		q, err := http.NewRequest("POST", scheme+"://good.test/", struct{ io.Reader }{strings.NewReader("hello")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if scheme == "http" { // HTTP/2 has no such headers
+			q.Header.Set("Connection", "X-Hop")
+			q.Header.Set("X-Hop", "secret")
+		}
+		q.Header.Set("X-Forwarded-For", "as sent")
+		q.Header.Set("User-Agent", "")
+		q.Trailer = http.Header{"X-End": {"the end"}}
+		resp, err := b.client(r.pool, scheme == "https").Do(q)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		want := `"" xff="as sent" conn="" body="hello" trailer="the end"`
+		if !strings.Contains(string(body), want) {
+			t.Errorf("%s: %s", scheme, body)
+		}
+	}
+}
+
+func TestStreamsArePassedOnAtOnce(t *testing.T) {
+	r := newRig(t)
+	step := make(chan string)
+	mux := http.NewServeMux()
+	mux.HandleFunc("/events", func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		w.(http.Flusher).Flush()
+		for s := range step {
+			fmt.Fprintf(w, "data: %s\n\n", s)
+			w.(http.Flusher).Flush()
+		}
+	})
+	// As gRPC: both sides speak in turn, and the outcome comes in trailers, announced and not.
+	mux.HandleFunc("/turns", func(w http.ResponseWriter, q *http.Request) {
+		_ = http.NewResponseController(w).EnableFullDuplex()
+		w.Header().Set("Trailer", "Grpc-Status")
+		w.WriteHeader(200)
+		w.(http.Flusher).Flush()
+		lines := bufio.NewScanner(q.Body)
+		for lines.Scan() {
+			fmt.Fprintf(w, "got %s\n", lines.Text())
+			w.(http.Flusher).Flush()
+		}
+		w.Header().Set("Grpc-Status", "0")
+		w.Header().Set(http.TrailerPrefix+"Grpc-Message", "fine")
+	})
+	mux.HandleFunc("/ws", func(w http.ResponseWriter, q *http.Request) {
+		c, err := websocket.Accept(w, q, nil)
+		if err != nil {
+			return
+		}
+		defer c.CloseNow()
+		for {
+			kind, data, err := c.Read(q.Context())
+			if err != nil {
+				return
+			}
+			_ = c.Write(q.Context(), kind, append([]byte("echo "), data...))
+		}
+	})
+	r.host("good.test", public, mux)
+	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
+	c2 := b.box(Subject{Policy: compile(t, "allow good.test")}) // through, untouched
+	h2c := b.client(nil, false)
+	tr := h2c.Transport.(*http.Transport)
+	tr.Protocols = new(http.Protocols)
+	tr.Protocols.SetUnencryptedHTTP2(true)
+	for _, kind := range []struct {
+		name, scheme string
+		client       *http.Client
+	}{
+		{"http", "http", b.client(nil, false)},
+		{"h2c", "http", h2c},
+		{"https", "https", b.client(r.pool, false)},
+		{"h2", "https", b.client(r.pool, true)},
+		{"through", "https", c2.client(r.world.pool, true)},
+	} {
+		t.Run(kind.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+			defer cancel()
+			q, _ := http.NewRequestWithContext(ctx, "GET", kind.scheme+"://good.test/events", nil)
+			resp, err := kind.client.Do(q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			lines := bufio.NewScanner(resp.Body)
+			for _, s := range []string{"one", "two", "three"} {
+				step <- s // the next is sent only when this one has come
+				if !lines.Scan() || lines.Text() != "data: "+s {
+					t.Fatalf("got %q %v", lines.Text(), lines.Err())
+				}
+				lines.Scan()
+			}
+			resp.Body.Close()
+			// The host hears of it: its next event fails or is taken, and it needs no more of ours.
+			cancel()
+			step <- "last"
+
+			ctx, cancel = context.WithTimeout(t.Context(), 30*time.Second)
+			defer cancel()
+			pr, pw := io.Pipe()
+			q, _ = http.NewRequestWithContext(ctx, "POST", kind.scheme+"://good.test/turns", pr)
+			q.Header.Set("Te", "trailers")
+			resp, err = kind.client.Do(q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			lines = bufio.NewScanner(resp.Body)
+			for _, s := range []string{"a", "b"} {
+				fmt.Fprintln(pw, s)
+				if !lines.Scan() || lines.Text() != "got "+s {
+					t.Fatalf("got %q %v", lines.Text(), lines.Err())
+				}
+			}
+			pw.Close()
+			for lines.Scan() {
+			}
+			if resp.Trailer.Get("Grpc-Status") != "0" || resp.Trailer.Get("Grpc-Message") != "fine" {
+				t.Errorf("trailers %v", resp.Trailer)
+			}
+			if strings.HasPrefix(kind.name, "h2") {
+				return // no WebSockets over HTTP/2
+			}
+			client := *kind.client
+			client.Timeout = 0
+			if kind.name == "through" {
+				client.Transport = c2.client(r.world.pool, false).Transport
+			}
+			ws, _, err := websocket.Dial(ctx, strings.Replace(kind.scheme, "http", "ws", 1)+"://good.test/ws", &websocket.DialOptions{HTTPClient: &client})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer ws.CloseNow()
+			for range 3 {
+				if err := ws.Write(ctx, websocket.MessageText, []byte("hello")); err != nil {
+					t.Fatal(err)
+				}
+				if _, data, err := ws.Read(ctx); err != nil || string(data) != "echo hello" {
+					t.Fatalf("%s %v", data, err)
+				}
+			}
+		})
+		close(step) // ends what still waits for an event
+		step = make(chan string)
+	}
+}
+
+func TestWhereTheNameAloneDecidesNothingIsTakenApart(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	c := b.client(r.world.pool, true) // pins: it trusts the host's authority and not the proxy's
+	if status, body := get(t, c, "https://good.test/"); status != 200 {
+		t.Errorf("%d %s", status, body)
+	}
+	if d := r.last(b.id); d.Verdict != shard.EgressAllow || d.Host != "good.test" || d.Port != 443 || d.Address != public {
+		t.Errorf("recorded %+v", d)
+	}
+	_, err := c.Get("https://evil.test/")
+	if err == nil || !strings.Contains(err.Error(), "access denied") {
+		t.Errorf("refusal: %v", err)
+	}
+	if d := r.last(b.id); d.Verdict != shard.EgressDeny || d.Host != "evil.test" {
+		t.Errorf("recorded %+v", d)
+	}
+	conn := tls.Client(b.raw(443), &tls.Config{InsecureSkipVerify: true}) // no name
+	if err := conn.Handshake(); err == nil {
+		t.Error("a connection that names no host got through")
+	}
+	plain := b.raw(443)
+	_, _ = io.WriteString(plain, "GET / HTTP/1.1\r\nHost: good.test\r\n\r\n")
+	if data, _ := io.ReadAll(plain); len(data) != 7 {
+		t.Errorf("plain HTTP to port 443: %q", data)
+	}
+}
+
+func TestInsideAndOutsideMustAgree(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	r.host("other.test", "198.51.100.8", what)
+	b := r.box(Subject{Policy: compile(t, "allow good.test", "allow other.test"), Inspect: always})
+	c := b.client(r.pool, true)
+	q, _ := http.NewRequest("GET", "https://good.test/", nil)
+	q.Host = "other.test"
+	resp, err := c.Do(q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != 400 {
+		t.Errorf("%d", resp.StatusCode)
+	}
+}
+
+func TestCertificatesOfHostsAreVerified(t *testing.T) {
+	r := newRig(t)
+	reached := make(chan string, 9)
+	h := http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached <- "a request" })
+	r.serve("expired.test", "198.51.100.1", h, r.world.issue(t, leafOptions{name: "expired.test", expired: true}), true)
+	r.serve("self.test", "198.51.100.2", h, r.world.issue(t, leafOptions{name: "self.test", selfly: true}), true)
+	r.serve("wrong.test", "198.51.100.3", h, r.world.issue(t, leafOptions{name: "right.test"}), true)
+	b := r.box(Subject{Policy: compile(t, "allow *"), Inspect: always})
+	for _, h2 := range []bool{false, true} {
+		c := b.client(r.pool, h2)
+		for _, host := range []string{"expired.test", "self.test", "wrong.test"} {
+			status, body := get(t, c, "https://"+host+"/")
+			if status != 502 || !strings.Contains(body, host) || !strings.Contains(body, "certificate") {
+				t.Errorf("%s: %d %s", host, status, body)
+			}
+			if d := r.last(b.id); d.Rule != "certificate" || d.Verdict != shard.EgressDeny {
+				t.Errorf("recorded %+v", d)
+			}
+		}
+	}
+	if len(reached) > 0 {
+		t.Error("a host that could not prove its name got a request")
+	}
+}
+
+func TestNamesCannotLeadInside(t *testing.T) {
+	r := newRig(t)
+	for name, addrs := range map[string][]string{"in.test": {"10.0.0.1"}, "loop.test": {"127.0.0.1"}, "zero.test": {"0.0.0.0"}, "meta.test": {"169.254.169.254"},
+		"many.test": {"224.0.0.1"}, "all.test": {"255.255.255.255"}, "six.test": {"::1", "::ffff:10.0.0.1", "fe80::1"}, "rule.test": {"203.0.113.5"}} {
+		for _, a := range addrs {
+			r.names[name] = append(r.names[name], netip.MustParseAddr(a))
+		}
+	}
+	b := r.box(Subject{Policy: compile(t, "deny 203.0.113.0/24", "allow *"), Inspect: always})
+	c, secure := b.client(nil, false), b.client(r.pool, true)
+	for name := range r.names {
+		want := policy.RulePrivate
+		if name == "rule.test" {
+			want = "3"
+		}
+		for _, status := range []func() (int, string){
+			func() (int, string) { return get(t, c, "http://"+name+"/") },
+			func() (int, string) { return get(t, secure, "https://"+name+"/") },
+		} {
+			if s, body := status(); s != 403 || r.last(b.id).Rule != want {
+				t.Errorf("%s: %d %s, recorded %+v", name, s, body, r.last(b.id))
+			}
+		}
+	}
+	if s, body := get(t, c, "http://nowhere.test/"); s != 502 || r.last(b.id).Rule != "resolve" {
+		t.Errorf("%d %s", s, body)
+	}
+	if len(r.dialled) > 0 {
+		t.Errorf("dialled %v", r.dialled)
+	}
+	// The same at the socket, where a name that changes its mind would end up.
+	for _, a := range []string{"127.0.0.1", "10.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255", "169.254.169.254"} {
+		if conn, err := dialHost(t.Context(), netip.AddrPortFrom(netip.MustParseAddr(a), 80)); err == nil {
+			conn.Close()
+			t.Errorf("%s was dialled", a)
+		}
+	}
+}
+
+func TestAnAddressThatARuleAllowsIsBelieved(t *testing.T) {
+	r := newRig(t)
+	r.host("", public, what)
+	b := r.box(Subject{Policy: compile(t, "allow "+public+" tcp:80", "allow good.test")})
+	if s, body := get(t, b.client(nil, false), "http://"+public+"/"); s != 200 {
+		t.Errorf("%d %s", s, body)
+	}
+	if s, body := get(t, b.client(nil, false), "http://198.51.100.9/"); s != 403 {
+		t.Errorf("%d %s", s, body)
+	}
+}
+
+func TestWhatCannotBeRecordedIsNotSent(t *testing.T) {
+	r := newRig(t)
+	reached := make(chan string, 9)
+	r.host("good.test", public, http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached <- "a request" }))
+	inside, through := r.box(Subject{Policy: compile(t, "allow *"), Inspect: always}), r.box(Subject{Policy: compile(t, "allow *")})
+	r.mu.Lock()
+	r.full = true
+	r.mu.Unlock()
+	if s, _ := get(t, inside.client(nil, false), "http://good.test/"); s != 503 {
+		t.Errorf("http: %d", s)
+	}
+	if s, _ := get(t, inside.client(r.pool, true), "https://good.test/"); s != 503 {
+		t.Errorf("https: %d", s)
+	}
+	if _, err := through.client(r.world.pool, true).Get("https://good.test/"); err == nil {
+		t.Error("through: it was sent")
+	}
+	if len(reached) > 0 {
+		t.Error("a request was sent that nobody wrote down")
+	}
+}
+
+func TestASandboxCannotBlockAnother(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	r.proxy.maxConns = 200
+	bad, good := r.box(Subject{Policy: compile(t, "allow good.test")}), r.box(Subject{Policy: compile(t, "allow good.test")})
+	// Slow heads, half a ClientHello, nothing at all: they hold their connections and no more.
+	for i := range 220 {
+		port := 80 + i%2*363
+		c, err := bad.dial(t.Context(), port)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		_, _ = io.WriteString(c, []string{"GET / HTTP/1.1\r\nHost: go", "\x16\x03\x01\x02\x00\x01"}[i%2])
+	}
+	deadline := time.Now().Add(20 * time.Second)
+	for len(r.log(bad.id)) == 0 && time.Now().Before(deadline) {
+		time.Sleep(10 * time.Millisecond)
+	}
+	if d := r.last(bad.id); d.Rule != "limit" {
+		t.Errorf("recorded %+v", d)
+	}
+	if s, body := get(t, good.client(nil, false), "http://good.test/"); s != 200 {
+		t.Errorf("%d %s", s, body)
+	}
+	if s, body := get(t, good.client(r.world.pool, true), "https://good.test/"); s != 200 {
+		t.Errorf("%d %s", s, body)
+	}
+	// Slow heads are not waited for without end.
+	slow := good.raw(80)
+	_, _ = io.WriteString(slow, "GET / HTTP/1.1\r\n")
+	if _, err := io.ReadAll(slow); err != nil {
+		t.Errorf("a slow head was not ended: %v", err)
+	}
+	// What is under way of one sandbox is bounded, and not that of another.
+	client := r.proxy.clients[good.id]
+	client.held = maxHeld - copyBuffer + 1
+	if s, _ := get(t, good.client(nil, false), "http://good.test/"); s != 503 || r.last(good.id).Rule != "limit" {
+		t.Errorf("%d, recorded %+v", s, r.last(good.id))
+	}
+}
+
+func TestForgetEndsConnections(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	c := b.raw(80)
+	through := tls.Client(b.raw(443), &tls.Config{ServerName: "good.test", RootCAs: r.world.pool})
+	if err := through.Handshake(); err != nil {
+		t.Fatal(err)
+	}
+	r.proxy.Forget(b.id)
+	for _, conn := range []net.Conn{c, through} {
+		if _, err := conn.Read(make([]byte, 1)); err == nil {
+			t.Error("a connection goes on")
+		}
+	}
+	if conn, err := b.dial(t.Context(), 80); err == nil {
+		conn.Close()
+		t.Error("the proxy still listens")
+	}
+	r.proxy.Forget(b.id)
+	if err := r.proxy.Add(b.id, b.addr, b.gateway); err != nil {
+		t.Error(err)
+	}
+	stranger, err := net.Dial("tcp", netip.AddrPortFrom(b.gateway, PlainPort).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stranger.Close()
+	_, _ = io.WriteString(stranger, "GET / HTTP/1.1\r\nHost: good.test\r\n\r\n")
+	if data, _ := io.ReadAll(stranger); len(data) > 0 {
+		t.Errorf("a program that is not the sandbox was answered: %q", data)
+	}
+}
