@@ -4,6 +4,7 @@ package daemon
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -22,6 +23,7 @@ import (
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/api"
 	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/egress"
 	"github.com/useshards/shard/internal/engine"
 	"github.com/useshards/shard/internal/image"
 	"github.com/useshards/shard/internal/netns"
@@ -149,13 +151,27 @@ func open(ctx context.Context, o Options) (_ *parts, err error) {
 	if err != nil {
 		return nil, err
 	}
-	p.engine, err = engine.Open(ctx, engine.Config{Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
+	enforcer := egress.Open(egress.Config{Wall: network, Nameservers: o.DNS, Log: o.Log,
+		Dir: func(id string) string { return filepath.Join(o.Root, "sandboxes", id) }})
+	p.closers = append(p.closers, func() error { enforcer.Close(); return nil })
+	p.engine, err = engine.Open(ctx, engine.Config{Enforcer: policed{enforcer}, Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
 		Roots: roots, Net: network, Cgroups: cgroups, Nameservers: o.DNS, Log: o.Log})
 	if err != nil {
 		return nil, err
 	}
 	p.closers = append(p.closers, func() error { p.engine.Close(); return nil })
 	return p, nil
+}
+
+// policed is an egress.Enforcer as the engine names its parts.
+type policed struct{ *egress.Enforcer }
+
+func (p policed) Decisions(id string) ([]json.RawMessage, int, engine.LiveDecisions, error) {
+	newest, cut, live, err := p.Enforcer.Decisions(id)
+	if err != nil {
+		return nil, 0, nil, err
+	}
+	return newest, cut, live, nil
 }
 
 // closeHost lets go of what the daemon has on the host. Where no sandbox is left to use it, it is taken away.

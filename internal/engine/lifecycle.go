@@ -300,6 +300,7 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	e.Log.Info("sandbox ended by itself", "sandbox", sb.id, "oom", exit.OOM, "detail", exit.Detail)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
 	defer cancel()
+	sb.lastWords(l)
 	e.endLive(sb, "the sandbox ended")
 	if err := e.teardown(ctx, sb); err != nil {
 		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
@@ -533,5 +534,8 @@ func (e *Engine) remove(ctx context.Context, sb *sandbox) error {
 	}
 	e.drop(sb)
 	sb.closeProcesses()
+	if e.Enforcer != nil {
+		e.Enforcer.Forget(sb.id)
+	}
 	return nil
 }

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,6 +13,7 @@ import (
 	"sync/atomic"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
 	"github.com/useshards/shard/internal/store"
 )
@@ -25,6 +27,17 @@ type Enforcer interface {
 	Apply(ctx context.Context, sandboxID string, addr netip.Addr, p *policy.Compiled) error
 	// Remove takes away what Apply made for a sandbox, which has no machine any more. Idempotent.
 	Remove(ctx context.Context, sandboxID string) error
+	// Decisions returns the newest decisions about a sandbox as JSON, oldest first, how many older ones were left out, and a
+	// reader of those to come, which the caller closes.
+	Decisions(sandboxID string) (newest []json.RawMessage, cut int, live LiveDecisions, err error)
+	// Forget ends all readers of a sandbox that is being removed. Idempotent.
+	Forget(sandboxID string)
+}
+
+// LiveDecisions reads decisions as they are made. Next waits; io.EOF is the end of the log.
+type LiveDecisions interface {
+	Next(ctx context.Context) ([]json.RawMessage, error)
+	Close()
 }
 
 const policyFormat = 1
@@ -310,20 +323,28 @@ func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr)
 	return nil
 }
 
-// enforceAgain puts the policy of a sandbox that an earlier daemon started in force, with what it says now. On failure
-// what that daemon put in force stays.
-func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) {
+// enforceAgain puts the policy of a sandbox that an earlier daemon started in force, with what it says now, before its
+// network is opened. Where it says no, the network must stay closed.
+func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) bool {
 	s := sb.record().Sandbox
-	if s.Policy == "" || e.Enforcer == nil {
-		return
+	if s.Policy == "" {
+		return true
 	}
-	att, err := e.Net.Attach(ctx, s.ID) // it is attached: this only says how
-	if err == nil {
-		err = e.enforce(ctx, &s, att.Addr)
+	err := errors.New("this daemon cannot enforce policies")
+	if e.Enforcer != nil {
+		var att netns.Attachment
+		var attached bool
+		if att, attached, err = e.Net.Attachment(ctx, s.ID); err == nil && !attached {
+			return true // Recover says so
+		}
+		if err == nil {
+			err = e.enforce(ctx, &s, att.Addr)
+		}
 	}
 	if err != nil {
-		e.Log.Error("put a policy in force again", "sandbox", s.ID, "policy", s.Policy, "err", err)
+		e.Log.Error("put a policy in force again: the sandbox can begin nothing on the network", "sandbox", s.ID, "policy", s.Policy, "err", err)
 	}
+	return err == nil
 }
 
 // unenforce takes away what enforce made. Idempotent.

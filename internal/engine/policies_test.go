@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -38,6 +39,12 @@ func (l *ledger) Remove(_ context.Context, id string) error {
 	delete(l.inForce, id)
 	return nil
 }
+
+func (l *ledger) Decisions(string) ([]json.RawMessage, int, LiveDecisions, error) {
+	return nil, 0, nil, errors.New("there is no log")
+}
+
+func (l *ledger) Forget(string) {}
 
 // policyEngine is an engine that can do everything about policies and nothing else.
 func policyEngine(t *testing.T, boxes int) (*Engine, *ledger) {

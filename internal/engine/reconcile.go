@@ -39,7 +39,12 @@ func (e *Engine) reconcile(ctx context.Context) error {
 			running = append(running, id)
 		}
 	}
-	if err := e.Net.Recover(ctx, running); err != nil {
+	// Rules first: nothing may be open that a policy closes.
+	open := slices.DeleteFunc(slices.Clone(running), func(id string) bool {
+		sb, known := e.sandboxes[id]
+		return known && !e.enforceAgain(ctx, sb)
+	})
+	if err := e.Net.Recover(ctx, open); err != nil {
 		e.Log.Error("some sandboxes lost their network: stop and start them", "err", err)
 	}
 	if err := e.Net.Sweep(ctx, func(id string) (lease, attached bool) {
@@ -113,7 +118,6 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 	}
 	inst, err := p.Recover(ctx, sb.spec(rec), rec.Handle)
 	if err == nil {
-		e.enforceAgain(ctx, sb)
 		e.loadCommands(sb)
 		e.enliven(sb, &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})})
 		return nil

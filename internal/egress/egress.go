@@ -1,0 +1,316 @@
+// Package egress keeps sandboxes to their policies. It turns a compiled policy into rules of the wall (internal/netns),
+// answers the sandboxes' lookups and puts the addresses of the answers into the wall, judges web traffic by its host name,
+// and writes down what was decided. It must not know the store of policies, the life of sandboxes or the API.
+package egress
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/netns"
+	"github.com/useshards/shard/internal/policy"
+)
+
+// Config is what an Enforcer works with.
+type Config struct {
+	Wall *netns.Net
+	// Nameservers are addresses of recursive resolvers, best first.
+	Nameservers []string
+	// Dir is the directory of a sandbox's record, in which its decisions are written down.
+	Dir func(id string) string
+	Log *slog.Logger
+}
+
+// Enforcer keeps sandboxes to policies. Its methods may be called at the same time, those about one sandbox not.
+type Enforcer struct {
+	cfg    Config
+	ctx    context.Context
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup
+	// asking bounds the questions to nameservers that are under way.
+	asking chan struct{}
+
+	mu       sync.Mutex // guards the maps; nothing is called while it is held
+	wards    map[string]*ward
+	byAddr   map[netip.Addr]*ward
+	journals map[string]*journal
+}
+
+// ward is a sandbox that has a policy in force.
+type ward struct {
+	id      string
+	addr    netip.Addr
+	journal *journal
+	ended   context.CancelFunc
+	tasks   sync.WaitGroup
+	asking  chan struct{} // bounds its questions
+	cache   cache
+
+	// rules is held for reading over every feed, so that no address gets into a set of rules that have been replaced;
+	// and for writing while they are.
+	rules  sync.RWMutex
+	policy *policy.Compiled
+
+	mu    sync.Mutex // after rules
+	known map[string]answered
+}
+
+// answered is what the resolver told a sandbox about a name.
+type answered struct {
+	addrs []netip.Addr
+	until time.Time
+}
+
+// maxAsking is how many questions to nameservers may be under way in all, maxPerWard how many questions, and how many TCP
+// connections, of one sandbox (contract §4.8).
+const (
+	maxAsking  = 256
+	maxPerWard = 16
+	// maxKnown bounds the names whose addresses survive a change of policy.
+	maxKnown = 4096
+)
+
+// Open begins an Enforcer that has nothing in force.
+func Open(cfg Config) *Enforcer {
+	e := &Enforcer{cfg: cfg, asking: make(chan struct{}, maxAsking),
+		wards: map[string]*ward{}, byAddr: map[netip.Addr]*ward{}, journals: map[string]*journal{}}
+	e.ctx, e.cancel = context.WithCancel(context.Background())
+	e.tasks.Go(e.watchDrops)
+	e.tasks.Go(e.tick)
+	return e
+}
+
+// Close ends the resolver and the logs. What is in force in the wall stays in force: names are no longer answered.
+func (e *Enforcer) Close() {
+	e.cancel()
+	e.mu.Lock()
+	wards := maps.Clone(e.wards)
+	e.mu.Unlock()
+	for _, w := range wards {
+		w.end()
+	}
+	e.tasks.Wait()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, j := range e.journals {
+		j.close()
+	}
+}
+
+// Apply puts p in force for an attached sandbox in place of what was in force, in one step. When it fails, what was in force
+// stays. What the sandbox looked up before stays open as far as p says so.
+func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *policy.Compiled) error {
+	e.mu.Lock()
+	w := e.wards[id]
+	e.mu.Unlock()
+	if w != nil && w.addr != addr {
+		if err := e.Remove(ctx, id); err != nil {
+			return err
+		}
+		w = nil
+	}
+	if w != nil {
+		return e.restrict(ctx, w, p)
+	}
+	att, attached, err := e.cfg.Wall.Attachment(ctx, id)
+	if err != nil {
+		return err
+	}
+	if !attached || att.Addr != addr {
+		return fmt.Errorf("sandbox %s is not attached at %s", id, addr)
+	}
+	life, end := context.WithCancel(e.ctx)
+	w = &ward{id: id, addr: addr, journal: e.journal(id), ended: end, asking: make(chan struct{}, maxPerWard), known: map[string]answered{}}
+	if err := e.restrict(ctx, w, p); err != nil {
+		end()
+		return err
+	}
+	if err := e.resolve(life, w, att.Gateway); err != nil {
+		w.end()
+		return err // the sandbox is restricted and cannot look names up: closed, not open
+	}
+	e.mu.Lock()
+	e.wards[id], e.byAddr[addr] = w, w
+	e.mu.Unlock()
+	return nil
+}
+
+// restrict makes p the rules of w in the wall.
+func (e *Enforcer) restrict(ctx context.Context, w *ward, p *policy.Compiled) error {
+	w.rules.Lock()
+	defer w.rules.Unlock()
+	if err := e.cfg.Wall.Restrict(ctx, w.id, wallRules(p), w.remembered(p)); err != nil {
+		return err
+	}
+	w.policy = p
+	return nil
+}
+
+// remembered are the addresses that p opens or closes by what was looked up before, by step.
+func (w *ward) remembered(p *policy.Compiled) map[int]map[netip.Addr]time.Time {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	fed := map[int]map[netip.Addr]time.Time{}
+	now := time.Now()
+	for name, known := range w.known {
+		if !known.until.After(now) {
+			delete(w.known, name)
+			continue
+		}
+		for _, step := range p.Lookup(name).Feeds {
+			if fed[step] == nil {
+				fed[step] = map[netip.Addr]time.Time{}
+			}
+			for _, a := range known.addrs {
+				if known.until.After(fed[step][a]) && len(fed[step]) < netns.MaxFed {
+					fed[step][a] = known.until
+				}
+			}
+		}
+	}
+	return fed
+}
+
+// Remove ends what Apply began for a sandbox; the rules in the wall end with its network. Idempotent.
+func (e *Enforcer) Remove(_ context.Context, id string) error {
+	e.mu.Lock()
+	w := e.wards[id]
+	delete(e.wards, id)
+	if w != nil {
+		delete(e.byAddr, w.addr)
+	}
+	e.mu.Unlock()
+	if w != nil {
+		w.end()
+		w.journal.rest()
+	}
+	return nil
+}
+
+// end stops the resolver of w and waits for it.
+func (w *ward) end() {
+	w.ended()
+	w.tasks.Wait()
+}
+
+// wallRules says a policy in the words of the wall. A rule about the resolver is not the wall's: no packet to port 53 gets
+// that far. Its place is kept, so that indices are the same.
+func wallRules(p *policy.Compiled) netns.Rules {
+	out := netns.Rules{Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
+	if len(p.Steps) > 0 {
+		out.Default = policy.RuleDefault
+	}
+	for i, s := range p.Steps {
+		r := netns.Rule{Label: s.ID, Allow: s.Allow}
+		if s.Target != policy.TargetResolver {
+			r.TCP, r.UDP, r.Other = wallPorts(s.Flows.TCP), wallPorts(s.Flows.UDP), s.Flows.Other
+		}
+		switch s.Target {
+		case policy.TargetPrefix:
+			r.Prefix = s.Prefix
+		case policy.TargetNames:
+			r.Fed = true
+		}
+		out.Rules[i] = r
+	}
+	return out
+}
+
+func wallPorts(ranges []policy.PortRange) []netns.Ports {
+	out := make([]netns.Ports, len(ranges))
+	for i, r := range ranges {
+		out[i] = netns.Ports{From: r.From, To: r.To}
+	}
+	return out
+}
+
+// watchDrops writes down what the wall refuses.
+func (e *Enforcer) watchDrops() {
+	const pause = 5 * time.Second
+	for e.ctx.Err() == nil {
+		err := e.cfg.Wall.Drops(e.ctx, e.dropped)
+		if err == nil {
+			return
+		}
+		e.cfg.Log.Error("refused packets are missing from the egress logs", "err", err)
+		select {
+		case <-e.ctx.Done():
+		case <-time.After(pause):
+		}
+	}
+}
+
+func (e *Enforcer) dropped(d netns.Drop) {
+	e.mu.Lock()
+	w := e.byAddr[d.Source]
+	e.mu.Unlock()
+	if w == nil {
+		return
+	}
+	decision := shard.EgressDecision{Source: shard.EgressHost, Verdict: shard.EgressDeny, Rule: d.Label}
+	w.rules.RLock()
+	for _, s := range w.policy.Steps {
+		if s.ID == d.Label {
+			decision.RuleText = s.Text
+		}
+	}
+	w.rules.RUnlock()
+	if d.More > 0 {
+		decision.Reason = fmt.Sprintf("%d more in the last second", d.More)
+	} else {
+		decision.Address, decision.Port = d.Dest.String(), int(d.Port)
+		decision.Reason = protocolName(d.Protocol)
+		switch d.Label {
+		case netns.LabelPrivate:
+			decision.Reason += "; no rule can open this destination"
+		case netns.LabelLocal:
+			decision.Reason += "; the destination is the host itself"
+		case policy.RuleDefault:
+			decision.Reason += "; no rule of the policy matches"
+		case policy.RuleMissing:
+			decision.Reason += "; the sandbox's policy is missing from the store"
+		}
+	}
+	w.journal.note(decision)
+}
+
+func protocolName(p uint8) string {
+	switch p {
+	case 1:
+		return "icmp"
+	case 6:
+		return "tcp"
+	case 17:
+		return "udp"
+	}
+	return "protocol " + strconv.Itoa(int(p))
+}
+
+// tick tells the logs to count what they left out.
+func (e *Enforcer) tick() {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-e.ctx.Done():
+			return
+		case <-tick.C:
+		}
+		e.mu.Lock()
+		all := make([]*journal, 0, len(e.wards))
+		for _, w := range e.wards {
+			all = append(all, w.journal)
+		}
+		e.mu.Unlock()
+		for _, j := range all {
+			j.count()
+		}
+	}
+}
