@@ -65,6 +65,7 @@ var Routes = []Route{
 	{Method: "GET", Path: "/v0/sandboxes/{id}/ls", Scope: "exec", Query: []string{"path"}},
 	{Method: "POST", Path: "/v0/sandboxes/{id}/mkdir", Scope: "exec"},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/watch", Scope: "exec", Query: []string{"path", "recursive"}, Stream: true},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/egress-log", Scope: "sandbox:read", Query: []string{"follow"}, Stream: true},
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path", "user"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/archive", Scope: "exec", Query: []string{"path"}},
 

@@ -91,6 +91,7 @@ func New(cfg Config) *API {
 		"GET /v0/sandboxes/{id}/ls":                      a.listDir,
 		"POST /v0/sandboxes/{id}/mkdir":                  a.mkdir,
 		"GET /v0/sandboxes/{id}/watch":                   a.watch,
+		"GET /v0/sandboxes/{id}/egress-log":              a.egressLog,
 		"PUT /v0/sandboxes/{id}/archive":                 a.putArchive,
 		"GET /v0/sandboxes/{id}/archive":                 a.getArchive,
 		"PUT /v0/sandboxes/{id}/policy":                  a.attachPolicy,

@@ -22,7 +22,7 @@ rule matches is denied. Private networks are out of reach, whatever the rules, a
 		RunE:    groupRun,
 	}
 	cmd.AddCommand(a.policyCreateCommand(), a.policyShowCommand(), a.policyListCommand(), a.policyRemoveCommand(),
-		a.policyAttachCommand(), a.policyDetachCommand(), a.policyCheckCommand())
+		a.policyAttachCommand(), a.policyDetachCommand(), a.policyCheckCommand(), a.policyLogsCommand(), a.policyLearnCommand())
 	return cmd
 }
 
