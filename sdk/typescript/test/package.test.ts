@@ -23,6 +23,91 @@ function samples(): { code: string; prints: string }[] {
   return [...readme.matchAll(/```ts\n([^]*?)```\n\n<!-- prints -->\n```\n([^]*?)```/g)].map((m) => ({ code: m[1]!, prints: m[2]! }));
 }
 
+/** The samples of the user's guide, as they are written there; most stand in a program that has a sandbox. */
+const inSandbox = (code: string): string => `import { Shard } from "useshards";
+const shard = new Shard();
+const sandbox = await shard.create({ image: "python:3.12-slim", memoryMiB: 512 });
+try {
+${code}
+} finally {
+  await sandbox.remove({ force: true });
+  shard.close();
+}
+`;
+const guide: { about: string; code: string; prints: string }[] = [
+  {
+    about: "run an agent's code",
+    code: `import { Shard } from "useshards";
+
+const code = 'print("hello from the agent")\\n';
+
+const shard = new Shard();
+try {
+  const sandbox = await shard.create({ image: "python:3.12-slim", memoryMiB: 512 });
+  try {
+    await sandbox.files.write("/tmp/main.py", code);
+    const result = await sandbox.exec(["python", "/tmp/main.py"]);
+    console.log(result.exitCode, result.stdout, result.stderr);
+  } finally {
+    await sandbox.remove({ force: true });
+  }
+} finally {
+  shard.close();
+}
+`,
+    prints: "0 hello from the agent\n \n",
+  },
+  {
+    about: "give the code its input",
+    code: inSandbox(`
+await sandbox.files.write("/tmp/main.py", "import json, os, sys; print(json.load(sys.stdin)['n'], os.environ['MODE'])");
+const result = await sandbox.exec(["python", "/tmp/main.py"], {
+  stdin: '{"n": 3}\\n',
+  env: { MODE: "test" },
+});
+console.log(result.stdout.trim());`),
+    prints: "3 test\n",
+  },
+  {
+    about: "bound the time",
+    code: inSandbox(`
+await sandbox.files.write("/tmp/main.py", "print('quick')");
+const command = await sandbox.exec(["python", "/tmp/main.py"], { background: true });
+const deadline = AbortSignal.timeout(30_000);
+let result;
+try {
+  result = await command.wait({ signal: deadline });
+} catch (error) {
+  if (!deadline.aborted) throw error;
+  await command.kill("KILL");
+  result = await command.wait();
+}
+console.log(result.exitCode, result.stdout.trim());`),
+    prints: "0 quick\n",
+  },
+  {
+    about: "bound memory, CPU and disk; the lists of the reference",
+    code: `import { Shard } from "useshards";
+const shard = new Shard();
+const sandbox = await shard.create({
+  image: "python:3.12-slim",
+  memoryMiB: 1024,
+  vcpus: 2,
+  diskMiB: 4096,
+});
+const info = await sandbox.inspect();
+console.log(info.state, info.resources.memoryMiB);
+const { sandboxes, warnings } = await shard.list({ all: true });
+for (const sandbox of sandboxes) console.log(sandbox.name, sandbox.info.state, warnings.length);
+await sandbox.stop();
+await sandbox.start();
+await sandbox.remove({ force: true });
+shard.close();
+`,
+    prints: "running 1024\nnull running 0\n",
+  },
+];
+
 describe("the package", () => {
   const project = mkdtempSync(join(tmpdir(), "useshards-package-"));
   after(() => rmSync(project, { recursive: true, force: true }));
@@ -38,6 +123,7 @@ describe("the package", () => {
     const compilerOptions = { target: "es2022", lib: ["es2022"], module: "nodenext", strict: true, exactOptionalPropertyTypes: true, skipLibCheck: false, types: ["node"], outDir: "out" };
     writeFileSync(join(project, "tsconfig.json"), JSON.stringify({ compilerOptions, include: ["*.ts"] }));
     samples().forEach(({ code }, i) => writeFileSync(join(project, `sample${i}.ts`), code));
+    guide.forEach(({ code }, i) => writeFileSync(join(project, `guide${i}.ts`), code));
     writeFileSync(
       join(project, "consumer.ts"),
       `import { Shard, type Command, type CommandResult, type SandboxInfo, ConflictError, defaultOutputLimit } from "useshards";
@@ -94,7 +180,7 @@ export async function use(shard: Shard, signal: AbortSignal): Promise<SandboxInf
     run(project, process.execPath, "--input-type=module", "-e", `try { delete Symbol.asyncDispose } catch {}; if (Symbol.asyncDispose === undefined) { ${script} }`);
   });
 
-  describe("the README's samples print what they say", { skip: missing() }, () => {
+  describe("the samples of the README and the guide print what they say", { skip: missing() }, () => {
     const host = new Host();
     let broken: string | undefined;
     before(async () => {
@@ -106,16 +192,20 @@ export async function use(shard: Shard, signal: AbortSignal): Promise<SandboxInf
       }
     });
     after(() => host.close());
-    samples().forEach(({ prints }, i) => {
-      test(`sample ${i + 1}`, { timeout: 120_000 }, async (t) => {
+    const programs = [
+      ...samples().map(({ prints }, i) => ({ about: `sample ${i + 1}`, file: `sample${i}.js`, prints })),
+      ...guide.map(({ about, prints }, i) => ({ about: `the guide: ${about}`, file: `guide${i}.js`, prints })),
+    ];
+    for (const { about, file, prints } of programs) {
+      test(about, { timeout: 120_000 }, async (t) => {
         if (broken !== undefined) return t.skip(broken);
         const env = { ...process.env, SHARD_REMOTE: host.remote, SHARD_API_KEY: host.apiKey, SHARD_CA_FILE: host.caFile };
         const stdout = await new Promise<string>((resolve, reject) => {
-          execFile(process.execPath, [join(project, `out/sample${i}.js`)], { env }, (error, out, err) => (error === null ? resolve(out) : reject(new Error(err))));
+          execFile(process.execPath, [join(project, "out", file)], { env }, (error, out, err) => (error === null ? resolve(out) : reject(new Error(err))));
         });
         assert.equal(stdout, prints);
         assert.equal(host.cli("list", "--all", "-q"), "");
       });
-    });
+    }
   });
 });

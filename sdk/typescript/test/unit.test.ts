@@ -151,6 +151,11 @@ test("a server that is dead ends a call that waits", async () => {
   await assert.rejects(sandbox.stop(), useshards.ShardConnectionError);
 });
 
+test("a call may take longer than an idle connection lives", async () => {
+  const { sandbox } = await serve((request, response) => void setTimeout(() => response.end(JSON.stringify(request.url === "/v0/version" ? {} : box)), request.url === "/v0/version" ? 0 : 5_000));
+  await sandbox.stop();
+});
+
 test("a slow callback is waited for, and nothing is lost meanwhile", async () => {
   bounds.beat = 100;
   const pieces = 64;
