@@ -68,7 +68,7 @@ func TestExecFlood(t *testing.T) {
 			open(t, d, ids[i%boxes], all[i%boxes][i/boxes])
 		}
 		var most testenv.Usage
-		for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(time.Second) {
+		for end := time.Now().Add(8 * time.Second); time.Now().Before(end); time.Sleep(time.Second) {
 			u := testenv.UsageOf(d.PID())
 			most.MemoryKiB, most.Threads, most.Files = max(most.MemoryKiB, u.MemoryKiB), max(most.Threads, u.Threads), max(most.Files, u.Files)
 			if _, err := c.AllSandboxes(t.Context(), true); err != nil {
