@@ -222,15 +222,15 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 
 // heard waits until the log has all that an ended process wrote. That is nearly always so.
 func heard(log *stream.Log, end int64) {
-	for deadline := time.Now().Add(lastWords); time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
+	for deadline := time.Now().Add(lastOutput); time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
 		if got, _ := log.Got(); got >= end {
 			return
 		}
 	}
 }
 
-// lastWords is how long an end waits for the output before it. Only a client that is attached and slow makes it long.
-const lastWords = 2 * time.Second
+// lastOutput is how long an end waits for the output before it. Only a client that is attached and slow makes it long.
+const lastOutput = 2 * time.Second
 
 // hear waits for the last output of the processes that are over, so that whoever learns of an end finds the log whole.
 func (sb *sandbox) hear(states []guest.ProcessState) {
@@ -243,6 +243,20 @@ func (sb *sandbox) hear(states []guest.ProcessState) {
 		log := sb.process(name).log
 		sb.mu.Unlock()
 		heard(log, s.End)
+	}
+}
+
+// lastWords waits until what a machine that died has sent was taken.
+func (sb *sandbox) lastWords(l *live) {
+	sb.mu.Lock()
+	session := l.session
+	sb.mu.Unlock()
+	if session == nil {
+		return
+	}
+	select {
+	case <-session.Done():
+	case <-time.After(dying):
 	}
 }
 
