@@ -151,7 +151,11 @@ func open(ctx context.Context, o Options) (_ *parts, err error) {
 	if err != nil {
 		return nil, err
 	}
-	enforcer := egress.Open(egress.Config{Wall: network, Nameservers: o.DNS, Log: o.Log,
+	authority, err := egress.OpenCA(filepath.Join(o.Root, "proxy"))
+	if err != nil {
+		return nil, err
+	}
+	enforcer := egress.Open(egress.Config{Wall: network, CA: authority, Nameservers: o.DNS, Log: o.Log,
 		Dir: func(id string) string { return filepath.Join(o.Root, "sandboxes", id) }})
 	p.closers = append(p.closers, func() error { enforcer.Close(); return nil })
 	p.engine, err = engine.Open(ctx, engine.Config{Enforcer: policed{enforcer}, Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
@@ -275,6 +279,7 @@ func status(o Options, e *engine.Engine, started time.Time) shard.DaemonStatus {
 	return shard.DaemonStatus{
 		Version: o.Version, PID: os.Getpid(), StartedAt: started, Socket: filepath.Join(o.Root, "shard.sock"), Provider: o.Provider,
 		Capabilities: shard.DaemonCapabilities{Pause: caps.Pause, Resume: caps.Resume, Fork: caps.Fork, Port: caps.Port, Swap: caps.Swap},
+		Proxy:        shard.ProxyPorts{PlainPort: egress.PlainPort, TLSPort: egress.TLSPort},
 		Tasks:        []shard.DaemonTask{},
 	}
 }

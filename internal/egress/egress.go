@@ -25,6 +25,8 @@ type Config struct {
 	Nameservers []string
 	// Dir is the directory of a sandbox's record, in which its decisions are written down.
 	Dir func(id string) string
+	// CA is what the proxy shows where it takes TLS apart.
+	CA  *CA
 	Log *slog.Logger
 }
 
@@ -36,6 +38,7 @@ type Enforcer struct {
 	tasks  sync.WaitGroup
 	// asking bounds the questions to nameservers that are under way.
 	asking chan struct{}
+	proxy  *Proxy
 
 	mu       sync.Mutex // guards the maps; nothing is called while it is held
 	wards    map[string]*ward
@@ -82,6 +85,7 @@ func Open(cfg Config) *Enforcer {
 	e := &Enforcer{cfg: cfg, asking: make(chan struct{}, maxAsking),
 		wards: map[string]*ward{}, byAddr: map[netip.Addr]*ward{}, journals: map[string]*journal{}}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
+	e.proxy = NewProxy(ProxyOptions{Subject: e.subject, Resolve: e.addresses, Recorder: e, CA: cfg.CA, Log: cfg.Log})
 	e.tasks.Go(e.watchDrops)
 	e.tasks.Go(e.tick)
 	return e
@@ -93,6 +97,9 @@ func (e *Enforcer) Close() {
 	e.mu.Lock()
 	wards := maps.Clone(e.wards)
 	e.mu.Unlock()
+	if err := e.proxy.Close(); err != nil {
+		e.cfg.Log.Warn("the proxy did not end well", "err", err)
+	}
 	for _, w := range wards {
 		w.end()
 	}
@@ -135,6 +142,10 @@ func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *pol
 	if err := e.resolve(life, w, att.Gateway); err != nil {
 		w.end()
 		return err // the sandbox is restricted and cannot look names up: closed, not open
+	}
+	if err := e.proxy.Add(id, addr, att.Gateway); err != nil {
+		w.end()
+		return err
 	}
 	e.mu.Lock()
 	e.wards[id], e.byAddr[addr] = w, w
@@ -187,6 +198,7 @@ func (e *Enforcer) Remove(_ context.Context, id string) error {
 		delete(e.byAddr, w.addr)
 	}
 	e.mu.Unlock()
+	e.proxy.Forget(id)
 	if w != nil {
 		w.end()
 		w.journal.rest()
@@ -203,7 +215,7 @@ func (w *ward) end() {
 // wallRules says a policy in the words of the wall. A rule about the resolver is not the wall's: no packet to port 53 gets
 // that far. Its place is kept, so that indices are the same.
 func wallRules(p *policy.Compiled) netns.Rules {
-	out := netns.Rules{Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
+	out := netns.Rules{Proxied: p.Named(), Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
 	if len(p.Steps) > 0 {
 		out.Default = policy.RuleDefault
 	}

@@ -36,7 +36,7 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.host("evil.test", public, what) // the same address: the later server answers for both
-	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
 	for _, scheme := range []string{"http", "https"} {
 		for _, h2 := range []bool{false, true} {
 			c := b.client(r.pool, h2)
@@ -45,7 +45,7 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 				r.mu.Lock()
 				r.names["good.test"] = []netip.Addr{netip.MustParseAddr("198.51.100.8")}
 				r.mu.Unlock()
-				b.set(Subject{Policy: compile(t, "allow good.test"), Inspect: always}) // forgets the old address
+				b.set(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always}) // forgets the old address
 			}
 			status, body := get(t, c, scheme+"://good.test/a%2fb?x=1;y=%zz")
 			proto := "HTTP/1.1"
@@ -83,7 +83,7 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 func TestEveryRequestOfAConnectionIsJudged(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
-	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
 	c := b.raw(80)
 	in := bufio.NewReader(c)
 	ask := func(request string) *http.Response {
@@ -124,7 +124,7 @@ func TestEveryRequestOfAConnectionIsJudged(t *testing.T) {
 		}
 	}
 	// A policy that changes counts from the next request on.
-	b.set(Subject{Policy: compile(t, "allow other.test")})
+	b.set(Subject{Policy: policyOf(t, "allow other.test")})
 	if resp := ask("GET / HTTP/1.1\r\nHost: good.test\r\n\r\n"); resp.StatusCode != 403 {
 		t.Errorf("after the change: %d", resp.StatusCode)
 	}
@@ -140,7 +140,7 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 		seen = append(seen, q.Method+" "+q.Host+q.RequestURI+" "+string(body))
 		mu.Unlock()
 	}))
-	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
 	for _, request := range []string{
 		"GET / HTTP/1.1\r\nHost: good.test\r\nHost: evil.test\r\n\r\n",
 		"POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
@@ -178,7 +178,7 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 func TestHeadersOfTheConnectionStayOnIt(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
-	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
 	for _, scheme := range []string{"http", "https"} {
 		q, err := http.NewRequest("POST", scheme+"://good.test/", struct{ io.Reader }{strings.NewReader("hello")})
 		if err != nil {
@@ -245,8 +245,8 @@ func TestStreamsArePassedOnAtOnce(t *testing.T) {
 		}
 	})
 	r.host("good.test", public, mux)
-	b := r.box(Subject{Policy: compile(t, "allow good.test"), Inspect: always})
-	c2 := b.box(Subject{Policy: compile(t, "allow good.test")}) // through, untouched
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	c2 := b.box(Subject{Policy: policyOf(t, "allow good.test")}) // through, untouched
 	h2c := b.client(nil, false)
 	tr := h2c.Transport.(*http.Transport)
 	tr.Protocols = new(http.Protocols)
@@ -335,7 +335,7 @@ func TestStreamsArePassedOnAtOnce(t *testing.T) {
 func TestWhereTheNameAloneDecidesNothingIsTakenApart(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
-	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
 	c := b.client(r.world.pool, true) // pins: it trusts the host's authority and not the proxy's
 	if status, body := get(t, c, "https://good.test/"); status != 200 {
 		t.Errorf("%d %s", status, body)
@@ -365,7 +365,7 @@ func TestInsideAndOutsideMustAgree(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.host("other.test", "198.51.100.8", what)
-	b := r.box(Subject{Policy: compile(t, "allow good.test", "allow other.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test", "allow other.test"), Inspect: always})
 	c := b.client(r.pool, true)
 	q, _ := http.NewRequest("GET", "https://good.test/", nil)
 	q.Host = "other.test"
@@ -386,7 +386,7 @@ func TestCertificatesOfHostsAreVerified(t *testing.T) {
 	r.serve("expired.test", "198.51.100.1", h, r.world.issue(t, leafOptions{name: "expired.test", expired: true}), true)
 	r.serve("self.test", "198.51.100.2", h, r.world.issue(t, leafOptions{name: "self.test", selfly: true}), true)
 	r.serve("wrong.test", "198.51.100.3", h, r.world.issue(t, leafOptions{name: "right.test"}), true)
-	b := r.box(Subject{Policy: compile(t, "allow *"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow *"), Inspect: always})
 	for _, h2 := range []bool{false, true} {
 		c := b.client(r.pool, h2)
 		for _, host := range []string{"expired.test", "self.test", "wrong.test"} {
@@ -412,7 +412,7 @@ func TestNamesCannotLeadInside(t *testing.T) {
 			r.names[name] = append(r.names[name], netip.MustParseAddr(a))
 		}
 	}
-	b := r.box(Subject{Policy: compile(t, "deny 203.0.113.0/24", "allow *"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "deny 203.0.113.0/24", "allow *"), Inspect: always})
 	c, secure := b.client(nil, false), b.client(r.pool, true)
 	for name := range r.names {
 		want := policy.RulePrivate
@@ -446,7 +446,7 @@ func TestNamesCannotLeadInside(t *testing.T) {
 func TestAnAddressThatARuleAllowsIsBelieved(t *testing.T) {
 	r := newRig(t)
 	r.host("", public, what)
-	b := r.box(Subject{Policy: compile(t, "allow "+public+" tcp:80", "allow good.test")})
+	b := r.box(Subject{Policy: policyOf(t, "allow "+public+" tcp:80", "allow good.test")})
 	if s, body := get(t, b.client(nil, false), "http://"+public+"/"); s != 200 {
 		t.Errorf("%d %s", s, body)
 	}
@@ -459,7 +459,7 @@ func TestWhatCannotBeRecordedIsNotSent(t *testing.T) {
 	r := newRig(t)
 	reached := make(chan string, 9)
 	r.host("good.test", public, http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached <- "a request" }))
-	inside, through := r.box(Subject{Policy: compile(t, "allow *"), Inspect: always}), r.box(Subject{Policy: compile(t, "allow *")})
+	inside, through := r.box(Subject{Policy: policyOf(t, "allow *"), Inspect: always}), r.box(Subject{Policy: policyOf(t, "allow *")})
 	r.mu.Lock()
 	r.full = true
 	r.mu.Unlock()
@@ -481,7 +481,7 @@ func TestASandboxCannotBlockAnother(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.proxy.maxConns = 200
-	bad, good := r.box(Subject{Policy: compile(t, "allow good.test")}), r.box(Subject{Policy: compile(t, "allow good.test")})
+	bad, good := r.box(Subject{Policy: policyOf(t, "allow good.test")}), r.box(Subject{Policy: policyOf(t, "allow good.test")})
 	// Slow heads, half a ClientHello, nothing at all: they hold their connections and no more.
 	for i := range 220 {
 		port := 80 + i%2*363
@@ -522,7 +522,7 @@ func TestASandboxCannotBlockAnother(t *testing.T) {
 func TestForgetEndsConnections(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
-	b := r.box(Subject{Policy: compile(t, "allow good.test")})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
 	c := b.raw(80)
 	through := tls.Client(b.raw(443), &tls.Config{ServerName: "good.test", RootCAs: r.world.pool})
 	if err := through.Handshake(); err != nil {

@@ -6,6 +6,13 @@ import "net/netip"
 // wherever it was sent.
 const ResolverPort = 30053
 
+// The ports on the gateway's address at which all arrives that a proxied sandbox sends to TCP 80 and 443, wherever it was
+// sent: what its rules say about these ports is then the proxy's to see to.
+const (
+	ProxyPlainPort = 30080
+	ProxyTLSPort   = 30443
+)
+
 // MaxFed is how many addresses a rule's set holds.
 const MaxFed = 4096
 
@@ -15,6 +22,8 @@ type Rules struct {
 	Rules []Rule
 	// Default names what decides where no rule does, in Drops.
 	Default string
+	// Proxied leads what is sent to TCP 80 and 443 to the proxy's ports.
+	Proxied bool
 }
 
 // Rule is one of Rules. The zero Rule matches nothing.

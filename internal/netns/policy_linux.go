@@ -107,6 +107,12 @@ func (t *table) restrict(e entry, rules Rules, fed map[int]map[netip.Addr]time.T
 			err = errors.Join(err, c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}}),
 				c.SetAddElements(t.egress, egressElement(e.iface, next)))
 		}
+		switch was := before != nil && before.Proxied; {
+		case rules.Proxied && !was:
+			err = errors.Join(err, c.SetAddElements(t.proxied, []nftables.SetElement{{Key: ifname(e.iface)}}))
+		case was && !rules.Proxied:
+			err = errors.Join(err, c.SetDeleteElements(t.proxied, []nftables.SetElement{{Key: ifname(e.iface)}}))
+		}
 		if before == nil {
 			return errors.Join(err, c.SetAddElements(t.policied, []nftables.SetElement{{Key: ifname(e.iface)}}))
 		}
@@ -128,7 +134,11 @@ func (t *table) unrestrict(e entry) error {
 	delete(t.restricted, e.iface)
 	err := t.locked(func(c *nftables.Conn) error {
 		t.forget(c, r)
-		return c.SetDeleteElements(t.policied, []nftables.SetElement{{Key: ifname(e.iface)}})
+		var err error
+		if r.Proxied {
+			err = c.SetDeleteElements(t.proxied, []nftables.SetElement{{Key: ifname(e.iface)}})
+		}
+		return errors.Join(err, c.SetDeleteElements(t.policied, []nftables.SetElement{{Key: ifname(e.iface)}}))
 	})
 	if errors.Is(err, unix.ENOENT) { // the table was put up anew by another: nothing of it is left, or the guard will do
 		err = nil
@@ -346,23 +356,36 @@ func (t *table) traffic(c *nftables.Conn, r *Rule) (matches [][]expr.Any, err er
 	return matches, nil
 }
 
-// restrictedChains adds what all restricted sandboxes share: the way to the resolver, and words for what no rule opens.
+// restrictedChains adds what all restricted sandboxes share: the ways to the resolver and the proxy, and words for what no
+// rule opens.
 func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain, dropped *nftables.Set) error {
 	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
 		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
 	}
-	isRestricted := []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(t.policied, true)[0]}
-	nat := c.AddChain(&nftables.Chain{Table: t.nft, Name: "to_resolver", Type: nftables.ChainTypeNAT,
+	isIn := func(set *nftables.Set) []expr.Any {
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(set, true)[0]}
+	}
+	isRestricted, isProxied := isIn(t.policied), isIn(t.proxied)
+	nat := c.AddChain(&nftables.Chain{Table: t.nft, Name: "to_service", Type: nftables.ChainTypeNAT,
 		Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
-	for _, p := range []byte{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
-		rule(nat, isRestricted, protocol(p), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(53)},
-			&expr.Immediate{Register: 1, Data: portNumber(ResolverPort)}, &expr.Redir{RegisterProtoMin: 1, Flags: unix.NF_NAT_RANGE_PROTO_SPECIFIED}})
-		// Only what was sent to port 53: the resolver's own port is not an address to dial.
+	for _, way := range []struct {
+		who      []expr.Any
+		protocol byte
+		from, to uint16
+	}{
+		{isRestricted, unix.IPPROTO_UDP, 53, ResolverPort},
+		{isRestricted, unix.IPPROTO_TCP, 53, ResolverPort},
+		{isProxied, unix.IPPROTO_TCP, 80, ProxyPlainPort},
+		{isProxied, unix.IPPROTO_TCP, 443, ProxyTLSPort},
+	} {
+		rule(nat, way.who, protocol(way.protocol), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(way.from)},
+			&expr.Immediate{Register: 1, Data: portNumber(way.to)}, &expr.Redir{RegisterProtoMin: 1, Flags: unix.NF_NAT_RANGE_PROTO_SPECIFIED}})
+		// Only what was sent to the first port: the service's own is not an address to dial.
 		const translated = 1 << 5 // IPS_DST_NAT
-		rule(toHost, isRestricted, []expr.Any{&expr.Ct{Key: expr.CtKeySTATUS, Register: 1},
+		rule(toHost, way.who, []expr.Any{&expr.Ct{Key: expr.CtKeySTATUS, Register: 1},
 			&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(translated), Xor: make([]byte, 4)},
 			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)}},
-			protocol(p), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(ResolverPort)}}, verdict(expr.VerdictAccept))
+			protocol(way.protocol), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(way.to)}}, verdict(expr.VerdictAccept))
 	}
 	for _, label := range []string{LabelPrivate, LabelLocal} {
 		// One limit per sandbox.

@@ -32,8 +32,10 @@ type table struct {
 	name, prefix string
 	block        netip.Prefix
 
-	nft                     *nftables.Table
-	bound, egress, policied *nftables.Set // policied: the interfaces of restricted sandboxes
+	nft           *nftables.Table
+	bound, egress *nftables.Set
+	// The interfaces of restricted sandboxes, and of those of them whose web traffic goes to a proxy.
+	policied, proxied *nftables.Set
 
 	// One socket for all transactions: to close one after a deletion waits for an RCU grace period (10 ms). The kernel
 	// takes transactions one by one anyway, so the lock is held over each.
@@ -52,6 +54,7 @@ const (
 	egressID
 	privateID
 	policiedID
+	proxiedID
 	lastID
 )
 
@@ -64,6 +67,7 @@ func newTable(tag, prefix string, block netip.Prefix) *table {
 	t.egress = &nftables.Set{Table: t.nft, ID: egressID, Name: "egress", IsMap: true,
 		KeyType: nftables.TypeIFName, DataType: nftables.TypeVerdict, KeyByteOrder: binaryutil.NativeEndian}
 	t.policied = &nftables.Set{Table: t.nft, ID: policiedID, Name: "policied", KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
+	t.proxied = &nftables.Set{Table: t.nft, ID: proxiedID, Name: "proxied", KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
 	return t
 }
 
@@ -158,9 +162,12 @@ func (t *table) describe(c *nftables.Conn) error {
 	c.DelTable(t.nft)
 	c.AddTable(t.nft)
 	dropped := &nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr}
-	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(dropped, intervals(private)))
+	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil), c.AddSet(dropped, intervals(private)))
 	for iface, r := range t.restricted {
 		err = errors.Join(err, t.describeRestriction(c, r), c.SetAddElements(t.policied, []nftables.SetElement{{Key: ifname(iface)}}))
+		if r.Proxied {
+			err = errors.Join(err, c.SetAddElements(t.proxied, []nftables.SetElement{{Key: ifname(iface)}}))
+		}
 	}
 	err = errors.Join(err, t.chains(c, dropped))
 	for e, opened := range t.held {

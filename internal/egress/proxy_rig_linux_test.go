@@ -1,5 +1,3 @@
-//go:build linux
-
 package egress
 
 import (
@@ -121,8 +119,8 @@ func (r *rig) last(sandbox string) shard.EgressDecision {
 	return all[len(all)-1]
 }
 
-// compile makes a policy of rules such as "allow example.test".
-func compile(t testing.TB, rules ...string) *policy.Compiled {
+// policyOf makes a policy of rules such as "allow example.test".
+func policyOf(t testing.TB, rules ...string) *policy.Compiled {
 	t.Helper()
 	var list []shard.PolicyRule
 	for _, text := range rules {

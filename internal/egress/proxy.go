@@ -13,16 +13,15 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
 )
 
 // The ports on each gateway's address on which the proxy listens.
 const (
-	PlainPort = 30080
-	TLSPort   = 30443
+	PlainPort = netns.ProxyPlainPort
+	TLSPort   = netns.ProxyTLSPort
 )
 
 const (
@@ -257,6 +256,12 @@ func (c *client) end() {
 	}
 }
 
+func (c *client) gone() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ended
+}
+
 // hold takes n bytes of the sandbox's share; false where they are not left.
 func (c *client) hold(n int) bool {
 	c.mu.Lock()
@@ -336,16 +341,6 @@ func (h *handoff) Accept() (net.Conn, error) {
 
 func (h *handoff) Close() error   { h.once.Do(func() { close(h.done) }); return nil }
 func (h *handoff) Addr() net.Addr { return &net.TCPAddr{} }
-
-// connections is how many connections one sandbox may have: maxConns, or less where this process may have so few
-// descriptors that some sandboxes together could leave none for others.
-func connections() int {
-	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		return maxConns
-	}
-	return int(min(maxConns, max(limit.Cur/16, 16)))
-}
 
 func addrOf(a net.Addr) netip.Addr {
 	if t, ok := a.(*net.TCPAddr); ok {

@@ -1,36 +1,15 @@
 package egress
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
-	"syscall"
-	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard/internal/policy"
 )
-
-// errLocal is the refusal to connect to what is no single other host.
-var errLocal = errors.New("the address is this host's own, or not of a single host")
-
-// dialHost connects from this host. The check is made at the socket, so that nothing between a judgement and the connection
-// can change where it goes.
-func dialHost(ctx context.Context, addr netip.AddrPort) (net.Conn, error) {
-	d := net.Dialer{Control: func(_, address string, _ syscall.RawConn) error {
-		to, err := netip.ParseAddrPort(address)
-		if err != nil {
-			return fmt.Errorf("read the address to connect to: %w", err)
-		}
-		return reachable(to.Addr())
-	}}
-	return d.DialContext(ctx, "tcp", addr.String())
-}
 
 // reachable says whether an address may be connected to at all, whatever the rules: errLocal, or another error where this
 // host has no way to it.
@@ -50,29 +29,6 @@ func reachable(addr netip.Addr) error {
 		}
 	}
 	return nil
-}
-
-// connect dials the addresses in turn until one answers.
-func (p *Proxy) connect(ctx context.Context, addrs []netip.Addr, port uint16) (net.Conn, error) {
-	err := errors.New("no address")
-	for i, a := range addrs {
-		left := dialTime
-		if deadline, ok := ctx.Deadline(); ok {
-			left = time.Until(deadline)
-		}
-		one, cancel := context.WithTimeout(ctx, max(left/time.Duration(len(addrs)-i), time.Second))
-		var conn net.Conn
-		conn, err = p.o.Dial(one, netip.AddrPortFrom(a, port))
-		cancel()
-		if err == nil {
-			tune(conn)
-			return conn, nil
-		}
-		if ctx.Err() != nil {
-			break
-		}
-	}
-	return nil, err
 }
 
 // tune makes the kernel end a connection whose other side is gone or takes nothing any more.
@@ -112,12 +68,12 @@ func originalDestination(conn net.Conn) (dest netip.Addr) {
 	return dest
 }
 
-// first4 puts IPv4 addresses before the others: that is what a sandbox would have used.
-func first4(addrs []netip.Addr) []netip.Addr {
-	out := make([]netip.Addr, 0, len(addrs))
-	for _, a := range addrs {
-		out = append(out, a.Unmap())
+// connections is how many connections one sandbox may have: maxConns, or less where this process may have so few
+// descriptors that some sandboxes together could leave none for others.
+func connections() int {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return maxConns
 	}
-	slices.SortStableFunc(out, func(a, b netip.Addr) int { return a.BitLen() - b.BitLen() })
-	return out
+	return int(min(maxConns, max(limit.Cur/16, 16)))
 }

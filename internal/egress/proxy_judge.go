@@ -2,6 +2,7 @@ package egress
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"strings"
 	"time"
@@ -152,6 +153,9 @@ type routeKey struct {
 
 // record writes down that a request goes to the first address of a route. It must not go when that fails.
 func (p *Proxy) record(g *guestConn, host string, r route) error {
+	if g.client.gone() {
+		return errors.New("the sandbox is no longer served")
+	}
 	return p.o.Recorder.Record(g.client.sandbox, shard.EgressDecision{Time: time.Now().UTC(), Source: shard.EgressProxy,
 		Verdict: shard.EgressAllow, Host: host, Port: int(g.port), Address: r.addrs[0].String(),
 		Rule: r.verdict.Rule, RuleText: r.verdict.Text, Reason: r.verdict.Reason})
@@ -159,7 +163,7 @@ func (p *Proxy) record(g *guestConn, host string, r route) error {
 
 // note writes down a refusal. Where that fails it stays a refusal.
 func (p *Proxy) note(g *guestConn, host string, r refusal) {
-	if r.silent {
+	if r.silent || g.client.gone() { // a sandbox that is removed has no log
 		return
 	}
 	d := shard.EgressDecision{Time: time.Now().UTC(), Source: shard.EgressProxy, Verdict: shard.EgressDeny, Host: host,
