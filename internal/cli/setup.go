@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -292,14 +293,32 @@ func (a *App) install(ctx context.Context, in *setup.Installer, p *setup.Plan, o
 		return err
 	}
 	if in.Systemd() && in.Tree == "" {
-		if c := a.checkDaemon(ctx); c.Status != hostcheck.OK {
-			return fmt.Errorf("the daemon %s (%s): journalctl -u shard says more", c.Found, c.Remedy)
+		if err := a.awaitDaemon(ctx, p.Root); err != nil {
+			return err
 		}
 	}
 	if in.Systemd() {
 		fmt.Fprintln(a.Out, "done: shard create --name web alpine makes a first sandbox, shard doctor checks everything")
 	}
 	return nil
+}
+
+// awaitDaemon waits until the daemon that was started answers: before that it finds out what became of every sandbox.
+func (a *App) awaitDaemon(ctx context.Context, root string) error {
+	a.root = root
+	ctx, cancel := context.WithTimeout(ctx, doctorPatience)
+	defer cancel()
+	for {
+		c := a.checkDaemon(ctx)
+		if c.Status != hostcheck.Fail {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("the daemon %s: journalctl -u shard says more", c.Found)
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
 }
 
 // orDeclined is the error of a question, or that the answer was no.
