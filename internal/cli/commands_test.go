@@ -47,7 +47,7 @@ func golden(t *testing.T, name, text string) {
 func TestUsage(t *testing.T) {
 	for _, tc := range []struct{ args, says string }{
 		{"nothing", `there is no command "nothing"`},
-		{"lst", "did you mean list?"},
+		{"lst", "did you mean list"},
 		{"image nothing", `there is no command "image nothing" (see shard image --help)`},
 		{"daemon nothing", `there is no command "daemon nothing"`},
 		{"list --root /x", "--root is a global option and stands before the command: shard --root … list"},

@@ -67,7 +67,7 @@ func TestCase133ScopeTable(t *testing.T) {
 			}
 		}
 	}
-	for _, other := range []string{"PATCH /v0/sandboxes", "OPTIONS /v0/sandboxes", "TRACE /v0/version", "GET /", "GET /metrics", "GET /v0", "POST /v0/version",
+	for _, other := range []string{"PATCH /v0/sandboxes", "OPTIONS /v0/sandboxes", "TRACE /v0/version", "GET /", "GET /metrics/", "GET /v0", "POST /v0/version",
 		"GET /v0/sandboxes/", "GET /v0/sandboxes/web/exec/", "GET /v0/../v0/version", "DELETE /v0/images/a", "GET /v0/daemon"} {
 		method, path, _ := strings.Cut(other, " ")
 		before := len(r.requests())
