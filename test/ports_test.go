@@ -555,7 +555,7 @@ func TestPortsMany(t *testing.T) {
 	d := ports(t)
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--port", "9500:8000")
-		decode[shard.Exec](t, call(t, d, "POST", "/v0/sandboxes/"+id+"/exec", shard.ExecRequest{Command: []string{"sh", "-c", "ulimit -n $(ulimit -Hn); exec netserver 127.0.0.1:8000"}}), 201)
+		decode[shard.Exec](t, call(t, d, "POST", "/v0/sandboxes/"+id+"/exec", shard.ExecRequest{Command: []string{"sh", "-c", "ulimit -n $(ulimit -Hn); exec netserver 127.0.0.1:8000 2>/log"}}), 201)
 		testenv.Eventually(t, "the server listens", func() (bool, string) {
 			got, err := ask(t, d, local(9500), "peer")
 			return err == nil, fmt.Sprint(got, err)
@@ -619,6 +619,11 @@ func TestPortsMany(t *testing.T) {
 			_, err = io.WriteString(c, "echo\n")
 			return err
 		})
+		defer func() {
+			if t.Failed() {
+				t.Logf("the server's log: %+v", d.Shard("exec", id, "tail", "-20", "/log"))
+			}
+		}()
 		each("echo", talk)
 		t.Logf("%d connections opened and used in %s; the daemon's memory: %s", many, time.Since(began).Round(time.Millisecond), rss(d.PID()))
 		if got := sh(t, d, id, "echo works"); got != "works" {

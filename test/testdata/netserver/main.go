@@ -64,6 +64,7 @@ func accept(l *net.TCPListener, greet string) {
 	for {
 		c, err := l.AcceptTCP()
 		if err != nil {
+			fmt.Fprintln(os.Stderr, "accept:", err)
 			time.Sleep(time.Millisecond)
 			continue
 		}
@@ -84,13 +85,16 @@ func serve(c *net.TCPConn) {
 	r := bufio.NewReaderSize(c, 512)
 	line, err := r.ReadString('\n')
 	if err != nil {
+		fmt.Fprintln(os.Stderr, "read a line:", line, err)
 		return
 	}
 	words := strings.Fields(line + " 0 0")
 	n, _ := strconv.ParseInt(words[1], 10, 64)
 	switch words[0] {
 	case "echo":
-		_, _ = io.Copy(c, r)
+		if _, err := io.Copy(c, r); err != nil {
+			fmt.Fprintln(os.Stderr, "echo:", err)
+		}
 	case "source":
 		_, _ = io.CopyN(c, &pattern{}, n)
 	case "sink":
