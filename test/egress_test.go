@@ -156,7 +156,7 @@ func TestCase056(t *testing.T) {
 	for i, name := range []string{"edge.test", "a.edge.test", "notedge.test", "edge.test.evil.test", "xn--bcher-kva.edge.test"} {
 		addr := fmt.Sprintf("203.0.113.%d", 20+i)
 		lab.Name(name, addr)
-		for _, port := range []string{"443", "80", "8443"} {
+		for _, port := range []string{"443", "8080", "8443"} {
 			lab.CanaryInWorld(net.JoinHostPort(addr, port))
 		}
 	}
@@ -164,7 +164,7 @@ func TestCase056(t *testing.T) {
 		id, name := policied(t, d, provider, "allow suffix:edge.test tcp:443,8443", "deny any")
 		try(t, d, id, "allow",
 			"tcp/203.0.113.20/8443", "refused", // not looked up yet
-			"name/edge.test/1", "203.0.113.20", "tcp/203.0.113.20/8443", "ok", "tcp/203.0.113.20/80", "refused",
+			"name/edge.test/1", "203.0.113.20", "tcp/203.0.113.20/8443", "ok", "tcp/203.0.113.20/8080", "refused",
 			"udp/203.0.113.20/443", "refused",
 			"tcp/A.EDGE.TEST./8443", "ok", "tcp/xn--bcher-kva.edge.test/8443", "ok", "tcp/bücher.edge.test/8443", "ok",
 			"name/notedge.test/1", "no-name", "tcp/203.0.113.22/8443", "refused", "name/edge.test.evil.test/1", "no-name",
