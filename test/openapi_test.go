@@ -186,6 +186,13 @@ func TestOpenAPI(t *testing.T) {
 		ask("PUT", at+"/archive?path=/tmp/dir", tar.Body)
 		ask("DELETE", at+"/files?path=/tmp/dir&recursive=true", nil)
 
+		ask("PUT", at+"/ports/18080", map[string]any{"guest_port": 80})
+		ask("PUT", at+"/ports/0", map[string]any{"guest_port": 80})
+		ask("GET", at+"/ports", nil)
+		ask("GET", "/v0/ports", nil)
+		ask("DELETE", at+"/ports/18080", nil)
+		ask("GET", at+"/egress-log", nil)
+
 		ask("DELETE", at, nil)
 		ask("POST", at+"/stop", nil)
 		ask("PUT", at+"/policy", shard.AttachPolicyRequest{Policy: "nothing"})

@@ -171,8 +171,8 @@ func (d *description) responses(r *shard.Route, op *operation) (object, error) {
 			return nil, err
 		}
 		text := "One " + op.lines.Name() + " per line."
-		if op.answer != nil {
-			text += " Asked for with `Accept: application/x-ndjson` and `wait=true`."
+		if op.linesWhen != "" {
+			text = "One " + op.lines.Name() + " per line, " + op.linesWhen + "."
 		}
 		content["application/x-ndjson"] = object{"schema": object{"description": text}, "x-shard-line": schema}
 	}

@@ -20,8 +20,9 @@ type operation struct {
 	status int
 	answer reflect.Type
 	media  string // of an answer that is no JSON
-	// lines is the type of one line where the answer can also come as JSON lines.
-	lines reflect.Type
+	// lines is the type of one line where the answer comes as JSON lines: always, or when the request asks with linesWhen.
+	lines     reflect.Type
+	linesWhen string
 	// stream says what an upgraded request carries.
 	stream string
 	// stat says that the answer has the header X-Shard-Stat.
@@ -64,7 +65,8 @@ var operations = map[string]operation{
 	"POST /v0/sandboxes": {id: "createSandbox", tag: tagSandboxes, summary: "Create a sandbox",
 		text: "Of an image that is on the host the answer holds a sandbox that runs, of another one that is `pending`; with `wait=true` the answer " +
 			"comes when that is over. Use of secrets, a policy or ports needs `secret:*`, `policy:*` or `port:write` too.",
-		request: of[shard.CreateRequest](), status: 201, answer: of[shard.Sandbox](), lines: of[shard.CreateLine]()},
+		request: of[shard.CreateRequest](), status: 201, answer: of[shard.Sandbox](), lines: of[shard.CreateLine](),
+		linesWhen: "with `Accept: application/x-ndjson` and `wait=true`"},
 	"GET /v0/sandboxes/{id}": {id: "inspectSandbox", tag: tagSandboxes, summary: "Inspect a sandbox",
 		text: "With `wait=true` the answer comes when the sandbox is no longer `pending`.", status: 200, answer: of[shard.Inspection]()},
 	"DELETE /v0/sandboxes/{id}": {id: "removeSandbox", tag: tagSandboxes, summary: "Remove a sandbox and its files",
@@ -131,8 +133,8 @@ var operations = map[string]operation{
 	"GET /v0/sandboxes/{id}/watch": {id: "watchFiles", tag: tagFiles, summary: "Watch a directory", text: "Nothing is missed from the head of the answer on.",
 		status: 200, lines: of[shard.FileEvent](), stream: "Text messages, each a JSON FileEvent. The close says why the watch ended."},
 	"GET /v0/sandboxes/{id}/egress-log": {id: "egressLog", tag: tagSandboxes, summary: "What was decided about a sandbox's traffic",
-		text: "The newest 10,000, oldest first; `Shard-Egress-Cut` counts what was left out. With `follow=true` one JSON object per line, until the sandbox stops.",
-		status: 200, answer: of[[]shard.EgressDecision](), stream: "Text messages, each a JSON EgressDecision. The close says why the log ended. Needs `follow=true`."},
+		text:   "The newest 10,000, oldest first; `Shard-Egress-Cut` counts what was left out. Followed, it goes on until the sandbox stops.",
+		status: 200, answer: of[[]shard.EgressDecision](), lines: of[shard.EgressDecision](), linesWhen: "with `follow=true`", stream: "Text messages, each a JSON EgressDecision. The close says why the log ended. Needs `follow=true`."},
 	"PUT /v0/sandboxes/{id}/archive": {id: "unpackArchive", tag: tagFiles, summary: "Unpack a tar into a directory",
 		text: "What would leave the directory, devices and hard links to nothing are refused.", requestMedia: "application/x-tar", status: 204},
 	"GET /v0/sandboxes/{id}/archive": {id: "packArchive", tag: tagFiles, summary: "Pack a path into a tar", status: 200, media: "application/x-tar", stat: true},

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -73,15 +74,15 @@ func operationText(w *bytes.Buffer, r *shard.Route, op *operation) {
 	}
 	var answers []string
 	if op.answer != nil {
-		answers = append(answers, link(op.answer.Name()))
+		answers = append(answers, linkType(op.answer))
 	}
 	if op.media != "" {
 		answers = append(answers, op.media)
 	}
 	if op.lines != nil {
 		text := "application/x-ndjson, one " + link(op.lines.Name()) + " per line"
-		if op.answer != nil {
-			text += " (with `Accept: application/x-ndjson` and `wait=true`)"
+		if op.linesWhen != "" {
+			text += " (" + op.linesWhen + ")"
 		}
 		answers = append(answers, text)
 	}
@@ -96,6 +97,13 @@ func operationText(w *bytes.Buffer, r *shard.Route, op *operation) {
 	if op.stream != "" {
 		fmt.Fprintf(w, "- upgraded to a WebSocket: %s\n", op.stream)
 	}
+}
+
+func linkType(t reflect.Type) string {
+	if t.Kind() == reflect.Slice {
+		return "array of " + linkType(t.Elem())
+	}
+	return link(t.Name())
 }
 
 func link(name string) string { return "[" + name + "](#" + strings.ToLower(name) + ")" }
