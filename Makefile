@@ -4,6 +4,7 @@
 #   make deps     on Debian or Ubuntu, as root: install what the build and the tests need and is missing
 #   make demo     see it work: an agent's code in a gVisor sandbox, on a private daemon that leaves nothing behind
 #   make test     check, then every test; ends with a line that counts. As root, else most of it is skipped
+#   make sdk      test the Python and TypeScript SDKs (FULL=1: everything)
 #   make check    what needs no running: format, vet, import table, sizes, other platforms
 #   make gen      write api/openapi.json and docs/api.md from the routes and the types
 #   make fuzz-api let a fuzzer loose on a daemon's API, for a minute; as root
@@ -22,7 +23,7 @@ RUNC    := $(shell sed -n 's,^.*github.com/opencontainers/runc v\([^ ]*\).*$$,\1
 GOFLAGS_STATIC := -trimpath -ldflags '-s -w'
 HOST_RUNC      := $(shell runc --version 2>/dev/null | sed -n 's/^runc version \(1\.[1-9][0-9]*\|[2-9]\).*/yes/p')
 SECCOMP        := $(shell pkg-config --exists libseccomp 2>/dev/null && echo seccomp)
-DEB_PACKAGES   := gcc libc6-dev libseccomp-dev pkg-config git busybox-static e2fsprogs iproute2 nftables
+DEB_PACKAGES   := gcc libc6-dev libseccomp-dev pkg-config git busybox-static e2fsprogs iproute2 nftables openssl
 PREFIX         ?= /usr/local
 DESTDIR        ?=
 TESTFLAGS      ?=
@@ -73,7 +74,16 @@ gen:
 gen-check:
 	$(GO) run ./tools/openapi -check
 
-test: build check
+# The SDKs against the programs in bin/: a short run here, everything with `make sdk FULL=1`.
+sdk: build
+	@if python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+		then QUICK=$(if $(FULL),,1) sdk/python/check; \
+		else echo "skipped: sdk/python: it needs python3 3.11 or later with venv" >&2; fi
+	@if node -e 'const [a, b] = process.versions.node.split(".").map(Number); process.exit(a > 20 || a == 20 && b >= 3 ? 0 : 1)' 2>/dev/null && command -v npm >/dev/null; \
+		then QUICK=$(if $(FULL),,1) sdk/typescript/check; \
+		else echo "skipped: sdk/typescript: it needs node 20.3 or later with npm" >&2; fi
+
+test: build check sdk
 	$(GO) test -json -timeout 40m $(TESTFLAGS) ./... | $(GO) run ./tools/report
 
 demo: build

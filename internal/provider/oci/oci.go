@@ -94,9 +94,7 @@ func New(name string, o Options) (*OCI, error) {
 	if err := os.MkdirAll(o.RunDir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the runtime directory: %w", err)
 	}
-	if err := clearTrials(o.RunDir); err != nil {
-		return nil, err
-	}
+	o.clearTrials()
 	return &OCI{flavour: f, opt: o}, nil
 }
 

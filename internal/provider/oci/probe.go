@@ -124,21 +124,36 @@ const (
 	trialID  = "probe-"
 )
 
-// clearTrials removes what is left of trials in an earlier daemon. Their machines end with their control groups, which
-// the engine sweeps.
-func clearTrials(runDir string) error {
-	entries, err := os.ReadDir(runDir)
+// clearTrials removes what is left of trials in an earlier daemon, which may have been killed in the middle of one: first
+// the machines, which may still be writing, then the files. What stays is in nobody's way.
+func (o *Options) clearTrials() {
+	entries, err := os.ReadDir(o.RunDir)
 	if err != nil {
-		return fmt.Errorf("look for old trials: %w", err)
+		o.Log.Warn("look for old trials", "err", err)
+		return
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), cleanup)
+	defer cancel()
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), trialDir) || strings.HasPrefix(e.Name(), trialID) {
-			if err := os.RemoveAll(filepath.Join(runDir, e.Name())); err != nil {
-				return fmt.Errorf("remove an old trial: %w", err)
+		machine := strings.HasPrefix(e.Name(), trialID)
+		if !machine && !strings.HasPrefix(e.Name(), trialDir) {
+			continue
+		}
+		if machine && o.Cgroups != nil {
+			if err := o.Cgroups.Destroy(ctx, e.Name()); err != nil {
+				o.Log.Warn("end an old trial", "err", err)
 			}
 		}
+		for range 20 { // a runtime that was just being started may add a file under our hands
+			if err = os.RemoveAll(filepath.Join(o.RunDir, e.Name())); err == nil {
+				break
+			}
+			time.Sleep(25 * time.Millisecond)
+		}
+		if err != nil {
+			o.Log.Warn("remove an old trial", "err", err)
+		}
 	}
-	return nil
 }
 
 // trial boots a machine with an empty root and waits for the agent's answer, then removes it.
