@@ -43,8 +43,8 @@ type rig struct {
 	servers   map[netip.AddrPort]string
 	dialled   []netip.AddrPort
 	lookups   []string
-	decisions map[string][]shard.EgressDecision
-	full      bool // the log takes nothing
+	decisions map[string][]shard.EgressDecision // the newest thousand or so
+	full      bool                              // the log takes nothing
 	sandboxes int
 }
 
@@ -100,6 +100,9 @@ func (r *rig) Record(sandbox string, d shard.EgressDecision) error {
 	defer r.mu.Unlock()
 	if r.full {
 		return errors.New("no space left")
+	}
+	if len(r.decisions[sandbox]) > 1000 {
+		r.decisions[sandbox] = nil
 	}
 	r.decisions[sandbox] = append(r.decisions[sandbox], d)
 	return nil
@@ -207,6 +210,18 @@ func (b *box) client(roots *x509.CertPool, http2 bool) *http.Client {
 	}
 	b.t.Cleanup(tr.CloseIdleConnections)
 	return &http.Client{Transport: tr, Timeout: time.Minute, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+}
+
+// dialServer connects to a host as if there were no proxy.
+func (r *rig) dialServer(ctx context.Context, _, address string) (net.Conn, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	r.mu.Lock()
+	to := r.servers[netip.AddrPortFrom(r.names[host][0], map[string]uint16{"80": 80, "443": 443}[port])]
+	r.mu.Unlock()
+	return new(net.Dialer).DialContext(ctx, "tcp", to)
 }
 
 // get returns status and body.
