@@ -226,7 +226,7 @@ func (a *App) plan(ctx context.Context, o *setupOptions, old *setup.Plan, asks *
 		return nil, usagef("--listen and --replace-api-key are for --http-api true")
 	case p.HTTPAPI:
 		host, port, err := net.SplitHostPort(p.Listen)
-		if _, e := strconv.ParseUint(port, 10, 16); err != nil || e != nil || strings.ContainsAny(host, " %\"'\\$") {
+		if _, e := strconv.ParseUint(port, 10, 16); err != nil || e != nil || strings.Trim(strings.ToLower(host), "abcdefghijklmnopqrstuvwxyz0123456789.:-") != "" {
 			return nil, usagef("--listen %s is not HOST:PORT", shard.Quote(p.Listen))
 		}
 		ip := net.ParseIP(host)

@@ -22,6 +22,7 @@ func TestSetupWithoutATerminal(t *testing.T) {
 		"--local --yes --http-api maybe":               "write true or false",
 		"--local --yes --listen 127.0.0.1:1":           "are for --http-api true",
 		"--local --yes --http-api true --listen x":     "is not HOST:PORT",
+		"--local --yes --http-api true --listen a%b:1": "is not HOST:PORT",
 		"--local --yes --provider docker":              "choose gvisor or runc",
 		"--local --yes --storage-size 1GiB":            "this version has none",
 		"--remote ftp://x --yes":                       "must be the URL of shard serve",
