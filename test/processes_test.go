@@ -163,6 +163,7 @@ func TestCase018(t *testing.T) {
 		}
 		// Nothing asks for the stopped one to start; an always process does, whoever stopped its sandbox.
 		inState(t, c, always, "always", "running")
+		inState(t, c, always, "unless-stopped", "running")
 		if got := states(t, c, always); !equal(got, map[string]string{"no": "stopped", "on-failure": "stopped", "always": "running", "unless-stopped": "running", "killed": "killed"}) {
 			t.Errorf("in the sandbox with an always process: %v", got)
 		}

@@ -9,7 +9,6 @@ import (
 	"path"
 	"path/filepath"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/useshards/shard"
@@ -22,17 +21,6 @@ type process struct {
 	log     *stream.Log
 	claimed bool // a run of the name is under way; guarded by sandbox.mu
 	leaving bool // the name is forgotten, its log being removed; guarded by sandbox.mu
-}
-
-// processRun is what the host knows of a process beside its public record. The agent knows the process by ID, a new one
-// for each run of the name and each start of the sandbox. Base is where its output begins in the log; Start and End are
-// those of the agent's state Seq, counted from there.
-type processRun struct {
-	ID    string `json:"id"`
-	Seq   uint64 `json:"seq"`
-	Base  int64  `json:"base"`
-	Start int64  `json:"start"`
-	End   int64  `json:"end"`
 }
 
 // Run starts a named process in a running sandbox, in the place of one of its name that has ended.
@@ -167,24 +155,6 @@ func (sb *sandbox) forget(name string) {
 	sb.mu.Unlock()
 }
 
-// find is a process's public record; nil when there is none.
-func find(r *record, name string) *shard.Process {
-	for i := range r.Sandbox.Processes {
-		if r.Sandbox.Processes[i].Name == name {
-			return &r.Sandbox.Processes[i]
-		}
-	}
-	return nil
-}
-
-// own makes what a record says of processes r's own, so that it can be changed.
-func (r *record) own() {
-	r.Sandbox.Processes, r.Runs = slices.Clone(r.Sandbox.Processes), maps.Clone(r.Runs)
-	if r.Runs == nil {
-		r.Runs = make(map[string]processRun)
-	}
-}
-
 // launch asks the agent for a process. With keep a program that cannot be started is tried again as the policy says. The
 // run that it returns must be entered, or dropped.
 func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.Process, keep bool) (processRun, error) {
@@ -218,46 +188,6 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 		sb.dropRun(r.ID) // it may be running
 	}
 	return r, err
-}
-
-// heard waits until the log has all that an ended process wrote. That is nearly always so.
-func heard(log *stream.Log, end int64) {
-	for deadline := time.Now().Add(lastOutput); time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
-		if got, _ := log.Got(); got >= end {
-			return
-		}
-	}
-}
-
-// lastOutput is how long an end waits for the output before it. Only a client that is attached and slow makes it long.
-const lastOutput = 2 * time.Second
-
-// hear waits for the last output of the processes that are over, so that whoever learns of an end finds the log whole.
-func (sb *sandbox) hear(states []guest.ProcessState) {
-	for _, s := range states {
-		name := sb.record().runName(s.ID)
-		if s.State == shard.ProcessRunning || s.State == shard.ProcessRestarting || name == "" {
-			continue
-		}
-		sb.mu.Lock()
-		log := sb.process(name).log
-		sb.mu.Unlock()
-		heard(log, s.End)
-	}
-}
-
-// lastWords waits until what a machine that died has sent was taken.
-func (sb *sandbox) lastWords(l *live) {
-	sb.mu.Lock()
-	session := l.session
-	sb.mu.Unlock()
-	if session == nil {
-		return
-	}
-	select {
-	case <-session.Done():
-	case <-time.After(dying):
-	}
 }
 
 // expectNot says that a run came to nothing.
@@ -340,80 +270,6 @@ func (sb *sandbox) enterProcess(p *shard.Process, r processRun, session *guest.S
 	return nil
 }
 
-// take changes a record to what the agent says of a process; false when that is old news. The record owns its processes.
-func (r *record) take(name string, s guest.ProcessState) bool {
-	run, p := r.Runs[name], find(r, name)
-	if s.Seq <= run.Seq || p == nil {
-		return false
-	}
-	run.Seq, run.Start, run.End = s.Seq, s.Start, s.End
-	r.Runs[name] = run
-	p.Killed, p.Status = s.Killed, shard.ProcessStatus{State: s.State, Restarts: s.Restarts, StartedAt: &s.StartedAt}
-	if s.Exit != nil {
-		p.Status.Exit = &shard.ExitStatus{Code: s.Exit.Code, Signal: s.Exit.Signal}
-	}
-	return true
-}
-
-// tell stores what the agent says of processes. What ends while the sandbox goes down is not told: it is stopped.
-func (sb *sandbox) tell(states []guest.ProcessState) error {
-	return sb.change(func(rec *record) bool {
-		changed := false
-		for _, s := range states {
-			name := rec.runName(s.ID)
-			switch _, expected := sb.early[s.ID]; {
-			case expected:
-				sb.early[s.ID] = &s
-			case name != "" && rec.Sandbox.State == shard.StateRunning && rec.Intent == "":
-				if !changed {
-					rec.own()
-				}
-				changed = rec.take(name, s) || changed
-			}
-		}
-		return changed
-	})
-}
-
-// runName is the name of the process that the agent knows by id, "" when there is none.
-func (r *record) runName(id string) string {
-	for name, run := range r.Runs {
-		if run.ID == id {
-			return name
-		}
-	}
-	return ""
-}
-
-// processesDown changes a record to that of a sandbox that went down.
-func (r *record) processesDown() {
-	r.own()
-	for name, run := range r.Runs {
-		r.Runs[name] = processRun{Base: run.Base, Start: run.Start}
-	}
-	for i := range r.Sandbox.Processes {
-		if s := &r.Sandbox.Processes[i].Status; s.Live() {
-			s.State = shard.ProcessStopped
-		}
-	}
-}
-
-// processesDue changes a record to that of a sandbox that comes up: what runs again with it is stopped until it does, so
-// that a daemon that dies in between finds it.
-func (r *record) processesDue() {
-	r.processesDown()
-	for i := range r.Sandbox.Processes {
-		if p := &r.Sandbox.Processes[i]; returns(p) {
-			p.Killed, p.Status = false, shard.ProcessStatus{State: shard.ProcessStopped}
-		}
-	}
-}
-
-// returns says whether a process runs again when its sandbox starts.
-func returns(p *shard.Process) bool {
-	return p.Restart.Policy == shard.RestartAlways || p.Restart.Policy == shard.RestartUnlessStopped && !p.Killed
-}
-
 // startProcesses starts what is to run again in a sandbox that has come up.
 func (e *Engine) startProcesses(sb *sandbox, session *guest.Session) {
 	ctx, cancel := context.WithTimeout(e.ctx, startTime)
@@ -439,131 +295,6 @@ func (e *Engine) startProcesses(sb *sandbox, session *guest.Session) {
 			e.Log.Warn("start a process with its sandbox", "sandbox", sb.id, "process", p.Name, "err", err)
 		}
 	}
-}
-
-// followStates reads what the agent says of processes, for as long as the session lasts, unless it is read already.
-func (sb *sandbox) followStates(session *guest.Session) error {
-	sb.mu.Lock()
-	attended := sb.attended == session
-	sb.mu.Unlock()
-	if attended {
-		return nil
-	}
-	_, err := sb.openStates(session)
-	return err
-}
-
-// openStates is followStates, and returns the ids of the processes that the agent held when it began.
-func (sb *sandbox) openStates(session *guest.Session) (held []string, err error) {
-	sb.mu.Lock()
-	sb.attended = session
-	sb.mu.Unlock()
-	ctx, cancel := context.WithCancel(sb.e.ctx)
-	late := time.AfterFunc(execTime, cancel)
-	states, err := guest.WatchStates(ctx, session)
-	late.Stop()
-	if err != nil {
-		cancel()
-		sb.mu.Lock()
-		if sb.attended == session {
-			sb.attended = nil
-		}
-		sb.mu.Unlock()
-		return nil, err
-	}
-	sb.e.wg.Go(func() {
-		defer cancel()
-		defer states.Close()
-		for {
-			news, err := states.Next()
-			if err == nil {
-				sb.hear(news)
-				if err = sb.tell(news); err != nil {
-					sb.e.Log.Error("store how processes stand", "sandbox", sb.id, "err", err)
-				}
-				continue
-			}
-			if session.Err() == nil && ctx.Err() == nil {
-				sb.e.Log.Warn("the agent no longer says how processes stand", "sandbox", sb.id, "err", err)
-			}
-			return
-		}
-	})
-	return states.Held, nil
-}
-
-// resumeProcesses takes up the processes of a sandbox in a new session, before anybody else can use that: their output goes
-// on behind what the log has, what changed is heard, and what no record names is ended.
-func (e *Engine) resumeProcesses(sb *sandbox, session *guest.Session) {
-	held, err := sb.openStates(session)
-	if err != nil {
-		e.Log.Warn("take up the processes of a sandbox", "sandbox", sb.id, "err", err)
-		return
-	}
-	rec := sb.record()
-	for name, run := range rec.Runs {
-		switch {
-		case run.ID == "":
-		case slices.Contains(held, run.ID):
-			if err := sb.resumeLog(session, name, run); err != nil {
-				e.Log.Warn("take up the output of a process", "sandbox", sb.id, "process", name, "err", err)
-			}
-		default:
-			if err := sb.lost(name, run.ID); err != nil {
-				e.Log.Error("store that a process was lost", "sandbox", sb.id, "process", name, "err", err)
-			}
-		}
-	}
-	sb.put.Lock()
-	rec = sb.record()
-	var strange []string
-	for _, id := range held {
-		if _, expected := sb.early[id]; !expected && rec.runName(id) == "" {
-			strange = append(strange, id)
-		}
-	}
-	sb.put.Unlock()
-	for _, id := range strange {
-		sb.dropRun(id)
-	}
-	e.startProcesses(sb, session)
-}
-
-// resumeLog goes on with a process's output.
-func (sb *sandbox) resumeLog(session *guest.Session, name string, run processRun) error {
-	sb.mu.Lock()
-	log := sb.process(name).log
-	sb.mu.Unlock()
-	w, got, err := log.Resume()
-	if err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeout(sb.e.ctx, execTime)
-	defer cancel()
-	cmd, err := session.Follow(ctx, run.ID, got, &logSink{sb: sb, w: w})
-	if err != nil {
-		return err
-	}
-	w.Skip(cmd.Head.Offset - got)
-	w.OnAck(cmd.Ack)
-	return nil
-}
-
-// lost stores that the agent does not hold a process that it should.
-func (sb *sandbox) lost(name, id string) error {
-	return sb.change(func(r *record) bool {
-		p := find(r, name)
-		if p == nil || r.Runs[name].ID != id {
-			return false
-		}
-		r.own()
-		run := r.Runs[name]
-		r.Runs[name] = processRun{Base: run.Base, Start: run.Start}
-		if p = find(r, name); p.Status.Live() {
-			p.Status.State = shard.ProcessStopped
-		}
-		return true
-	})
 }
 
 // restProcesses lets go of the logs of a sandbox that is down, until somebody reads them.
@@ -602,25 +333,6 @@ func (sb *sandbox) changes() <-chan struct{} {
 	defer sb.mu.Unlock()
 	return sb.changed
 }
-
-// logSink takes a process's output from the session. Its methods do not wait.
-type logSink struct {
-	sb   *sandbox
-	w    *stream.LogWriter
-	once sync.Once
-}
-
-// Output adds to the log. What cannot be written is lost, and the program goes on.
-func (s *logSink) Output(_ byte, p []byte) {
-	if err := s.w.Append(p); err != nil {
-		s.once.Do(func() { s.sb.e.Log.Error("a log of a process is not complete", "sandbox", s.sb.id, "err", err) })
-	}
-}
-
-// Exited and Broken say nothing that the stream of states does not.
-func (s *logSink) Exited(guest.Exit) {}
-
-func (s *logSink) Broken(error) {}
 
 // revive starts, when a daemon has come up, every sandbox that is down and holds a process which is to run all the same:
 // an always one, or an unless-stopped one that nobody killed in a sandbox that nobody stopped.
