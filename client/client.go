@@ -224,7 +224,11 @@ func refusal(resp *http.Response) error {
 		return &shard.Error{Code: codeOfStatus(resp.StatusCode), Message: "the daemon answered " + resp.Status}
 	}
 	var body shard.ErrorBody
-	if json.Unmarshal(raw, &body) != nil || body.Error.Code == "" {
+	err = json.Unmarshal(raw, &body)
+	if _, odd := errors.AsType[*json.UnmarshalTypeError](err); odd {
+		err = nil // a field of another kind is left out, and the rest counts
+	}
+	if err != nil || body.Error.Code == "" {
 		const most = 512
 		return &shard.Error{Code: codeOfStatus(resp.StatusCode),
 			Message: fmt.Sprintf("the daemon answered %s: %q", resp.Status, raw[:min(len(raw), most)])}
@@ -292,9 +296,17 @@ func walk(get func(Page) (next *string, err error)) error {
 
 // sandboxPath is the path of a sandbox's route; segments are escaped.
 func sandboxPath(ref string, segments ...string) string {
-	path := "/v0/sandboxes/" + url.PathEscape(ref)
+	path := "/v0/sandboxes/" + segment(ref)
 	for _, s := range segments {
-		path += "/" + url.PathEscape(s)
+		path += "/" + segment(s)
 	}
 	return path
+}
+
+// segment is a name as part of a path. "." and ".." are escaped too, so that nothing on the way takes them for a step.
+func segment(name string) string {
+	if name == "." || name == ".." {
+		return strings.ReplaceAll(name, ".", "%2E")
+	}
+	return url.PathEscape(name)
 }

@@ -73,7 +73,7 @@ func (c *Client) RemoveImage(ctx context.Context, ref string, force bool) (warni
 	// The route takes the reference with its slashes, so each part is escaped on its own.
 	parts := strings.Split(ref, "/")
 	for i, p := range parts {
-		parts[i] = url.PathEscape(p)
+		parts[i] = segment(p)
 	}
 	q := url.Values{}
 	if force {

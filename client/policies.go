@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"net/http"
-	"net/url"
 
 	"github.com/useshards/shard"
 )
@@ -62,4 +61,4 @@ func (c *Client) DetachPolicy(ctx context.Context, ref string) (*shard.Sandbox, 
 	return &out, err
 }
 
-func policyPath(name string) string { return "/v0/policies/" + url.PathEscape(name) }
+func policyPath(name string) string { return "/v0/policies/" + segment(name) }

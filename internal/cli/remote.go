@@ -16,7 +16,6 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -169,8 +168,8 @@ func origin(u *url.URL) string {
 // checkKey trims an API key and refuses one that cannot be sent; the message never shows it.
 func checkKey(key string) (string, error) {
 	key = strings.TrimSpace(key)
-	if strings.ContainsFunc(key, func(r rune) bool { return unicode.IsControl(r) && r != '\t' }) {
-		return "", errors.New("has a control character in it, such as a line break: copy the API key again")
+	if strings.ContainsFunc(key, func(r rune) bool { return r < ' ' || r > '~' }) {
+		return "", errors.New("has a control character such as a line break, or one beyond ASCII, in it: copy the API key again")
 	}
 	return key, nil
 }

@@ -14,6 +14,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/useshards/shard"
@@ -171,6 +172,9 @@ func (u *unpacker) entry(e *tarstream.Entry, contents io.Reader) error {
 	}
 	if err == nil {
 		err = u.root.Rename(temp, e.Name)
+		if errors.Is(err, fs.ErrExist) || errors.Is(err, syscall.EISDIR) {
+			err = tarstream.Refuse(e.Name, "is a file or a link where there is a directory")
+		}
 	}
 	if err != nil || e.Kind == tarstream.Hardlink { // a rename onto another name of the same file leaves both
 		_ = u.root.Remove(temp)
