@@ -1,6 +1,7 @@
 package test
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"fmt"
@@ -250,6 +251,33 @@ func TestProcessOutputHeld(t *testing.T) {
 		}
 		if err := r.Wait(); err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// TestRunAttachLetsGo: Ctrl+C ends the command line, not the process.
+func TestRunAttachLetsGo(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider)
+		cmd := d.Command("run", "--attach", id, "--name", "web", "sh", "-c", "echo up; exec sleep 600")
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "up\n" {
+			t.Errorf("%q, %v", line, err)
+		}
+		_ = cmd.Process.Signal(os.Interrupt)
+		if err := cmd.Wait(); err != nil {
+			t.Errorf("after Ctrl+C: %v", err)
+		}
+		if got := states(t, connect(t, d), id); got["web"] != shard.ProcessRunning {
+			t.Errorf("the process is %v", got)
 		}
 	})
 }
