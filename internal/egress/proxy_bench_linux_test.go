@@ -19,14 +19,14 @@ func BenchmarkRequest(b *testing.B) {
 	r := newRig(b)
 	r.host("good.test", public, served)
 	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Inspect: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
-	direct := r.direct()
+	direct, direct2 := r.direct(false), r.direct(true)
 	for _, way := range []struct {
 		name, url string
 		client    *http.Client
 	}{
 		{"http/direct", "http://good.test/", direct}, {"http/proxy", "http://good.test/", inside.client(nil, false)},
 		{"https/direct", "https://good.test/", direct}, {"https/through", "https://good.test/", through.client(r.world.pool, false)},
-		{"https/apart", "https://good.test/", inside.client(r.pool, false)}, {"h2/apart", "https://good.test/", inside.client(r.pool, true)},
+		{"https/apart", "https://good.test/", inside.client(r.pool, false)}, {"h2/direct", "https://good.test/", direct2}, {"h2/apart", "https://good.test/", inside.client(r.pool, true)},
 	} {
 		b.Run(way.name, func(b *testing.B) {
 			fetchOnce(b, way.client, way.url)
@@ -79,14 +79,14 @@ func BenchmarkThroughput(b *testing.B) {
 		}
 	}))
 	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Inspect: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
-	direct := r.direct()
+	direct, direct2 := r.direct(false), r.direct(true)
 	for _, way := range []struct {
 		name, url string
 		client    *http.Client
 	}{
 		{"http/direct", "http://good.test/", direct}, {"http/proxy", "http://good.test/", inside.client(nil, false)},
 		{"https/direct", "https://good.test/", direct}, {"https/through", "https://good.test/", through.client(r.world.pool, false)},
-		{"https/apart", "https://good.test/", inside.client(r.pool, false)}, {"h2/apart", "https://good.test/", inside.client(r.pool, true)},
+		{"https/apart", "https://good.test/", inside.client(r.pool, false)}, {"h2/direct", "https://good.test/", direct2}, {"h2/apart", "https://good.test/", inside.client(r.pool, true)},
 	} {
 		b.Run(way.name, func(b *testing.B) {
 			b.SetBytes(size)
@@ -98,8 +98,8 @@ func BenchmarkThroughput(b *testing.B) {
 }
 
 // direct is a client that needs no proxy.
-func (r *rig) direct() *http.Client {
-	c := r.box(Subject{}).client(r.world.pool, false)
+func (r *rig) direct(http2 bool) *http.Client {
+	c := r.box(Subject{}).client(r.world.pool, http2)
 	c.Transport.(*http.Transport).DialContext = r.dialServer
 	return c
 }

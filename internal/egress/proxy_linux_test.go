@@ -151,7 +151,7 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 		"GET / HTTP/1.1\r\nHost: good.test evil\r\n\r\n",
 		"CONNECT evil.test:443 HTTP/1.1\r\nHost: evil.test:443\r\n\r\n",
 		"GET / HTTP/3.0\r\nHost: good.test\r\n\r\n",
-		"nonsense\r\n\r\n",
+		"this is no request at all\r\n\r\n",
 	} {
 		c := b.raw(80)
 		_, _ = io.WriteString(c, request)
@@ -478,6 +478,7 @@ func TestWhatCannotBeRecordedIsNotSent(t *testing.T) {
 }
 
 func TestASandboxCannotBlockAnother(t *testing.T) {
+	t.Parallel() // it waits for deadlines
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.proxy.maxConns = 200
@@ -551,4 +552,141 @@ func TestForgetEndsConnections(t *testing.T) {
 	if data, _ := io.ReadAll(stranger); len(data) > 0 {
 		t.Errorf("a program that is not the sandbox was answered: %q", data)
 	}
+}
+
+func TestBodiesAndAnswersKeepTheirForm(t *testing.T) {
+	r := newRig(t)
+	mux := http.NewServeMux()
+	mux.HandleFunc("/big", func(w http.ResponseWriter, q *http.Request) {
+		n, err := io.Copy(io.Discard, q.Body)
+		fmt.Fprint(w, n, err, q.ContentLength)
+	})
+	mux.HandleFunc("/refuses", func(w http.ResponseWriter, q *http.Request) { w.WriteHeader(http.StatusExpectationFailed) })
+	mux.HandleFunc("/packed", func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Encoding", "gzip")
+		_, _ = io.WriteString(w, "not really "+q.Header.Get("Accept-Encoding"))
+	})
+	mux.HandleFunc("/cut", func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Length", "100")
+		_, _ = io.WriteString(w, "half")
+		_ = http.NewResponseController(w).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	mux.HandleFunc("/early", func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Link", "</style>; rel=preload")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.WriteHeader(http.StatusNotModified)
+	})
+	r.host("good.test", public, mux)
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	for _, way := range []struct {
+		scheme string
+		h2     bool
+	}{{"http", false}, {"https", false}, {"https", true}} {
+		c := b.client(r.pool, way.h2)
+		do := func(method, path string, body io.Reader, header ...string) (int, string, error) {
+			q, err := http.NewRequest(method, way.scheme+"://good.test"+path, body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := 0; i+1 < len(header); i += 2 {
+				q.Header.Set(header[i], header[i+1])
+			}
+			resp, err := c.Do(q)
+			if err != nil {
+				return 0, "", err
+			}
+			defer resp.Body.Close()
+			data, err := io.ReadAll(resp.Body)
+			return resp.StatusCode, string(data), err
+		}
+		const size = 40 << 20 // more than may be held
+		if s, got, err := do("POST", "/big", io.LimitReader(neverending{}, size)); s != 200 || got != fmt.Sprint(size, error(nil), -1) {
+			t.Errorf("%v: %d %s %v", way, s, got, err)
+		}
+		if s, got, err := do("POST", "/big", bytes.NewReader(make([]byte, 1<<20)), "Expect", "100-continue"); s != 200 || got != fmt.Sprint(1<<20, error(nil), 1<<20) {
+			t.Errorf("%v: %d %s %v", way, s, got, err)
+		}
+		if s, _, err := do("POST", "/refuses", bytes.NewReader(make([]byte, 1<<20)), "Expect", "100-continue"); s != 417 {
+			t.Errorf("%v: %d %v", way, s, err)
+		}
+		if _, got, err := do("GET", "/packed", nil, "Accept-Encoding", "br"); got != "not really br" {
+			t.Errorf("%v: %q %v", way, got, err)
+		}
+		if s, got, err := do("HEAD", "/packed", nil); s != 200 || got != "" {
+			t.Errorf("%v: %d %q %v", way, s, got, err)
+		}
+		if s, _, err := do("GET", "/early", nil); s != 304 {
+			t.Errorf("%v: %d %v", way, s, err)
+		}
+		if _, got, err := do("GET", "/cut", nil); err == nil {
+			t.Errorf("%v: an answer that broke off looks whole: %q", way, got)
+		}
+	}
+	client := r.proxy.clients[b.id]
+	deadline := time.Now().Add(20 * time.Second)
+	for held := -1; held != 0; {
+		client.mu.Lock()
+		held = client.held
+		client.mu.Unlock()
+		if time.Now().After(deadline) {
+			t.Fatalf("%d bytes are still counted", held)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// TestManyConnections: as many as are allowed, all in use at once.
+func TestManyConnections(t *testing.T) {
+	r := newRig(t)
+	if r.proxy.maxConns < maxConns {
+		t.Skipf("this process may have too few descriptors: %d connections", r.proxy.maxConns)
+	}
+	var waiting sync.WaitGroup
+	release := make(chan struct{})
+	waiting.Add(maxConns)
+	r.host("good.test", public, http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		waiting.Done()
+		<-release
+	}))
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
+	var all []net.Conn
+	for range maxConns {
+		c := b.raw(80)
+		if _, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: good.test\r\n\r\n"); err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, c)
+	}
+	waiting.Wait()
+	extra := b.raw(80)
+	_, _ = io.WriteString(extra, "GET / HTTP/1.1\r\nHost: good.test\r\n\r\n")
+	if data, _ := io.ReadAll(extra); len(data) > 0 {
+		t.Errorf("one too many was answered: %q", data)
+	}
+	if d := r.last(b.id); d.Rule != "limit" {
+		t.Errorf("recorded %+v", d)
+	}
+	close(release)
+	for _, c := range all {
+		if resp, err := http.ReadResponse(bufio.NewReader(c), nil); err != nil || resp.StatusCode != 200 {
+			t.Fatalf("%v %v", resp, err)
+		}
+	}
+}
+
+// FuzzTarget: a host that is taken from a request is in the one form in which policies are judged, and is no address.
+func FuzzTarget(f *testing.F) {
+	for _, s := range []string{"good.test", "GOOD.test.:80", "[::1]:443", "127.1", "10.0.0.1:80", "a:b:c", "user@good.test", "good.test:080", "bücher.test", ""} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, authority string) {
+		host, addr, ok := target(authority, 80)
+		if !ok {
+			return
+		}
+		if again, err := policy.Host(host); host != "" && (err != nil || again != host) || (host == "") != addr.IsValid() {
+			t.Fatalf("%q is read as %q, %v", authority, host, addr)
+		}
+	})
 }
