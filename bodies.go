@@ -165,6 +165,9 @@ type ProxyPorts struct {
 	TLSPort   int `json:"tls_port"`
 }
 
+// TaskBackoff is the state of a task that failed and waits to be started again.
+const TaskBackoff = "backoff"
+
 // DaemonTask is a part of the daemon that is started again when it fails.
 type DaemonTask struct {
 	Name      string `json:"name"`

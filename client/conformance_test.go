@@ -214,7 +214,7 @@ func serverFrame(payload []byte) []byte {
 }
 
 // copyRaw reads a command's stream of exactly these bytes.
-func copyRaw(t *testing.T, sent []byte) (*Exit, error) {
+func copyRaw(t *testing.T, sent []byte) (*shard.ExitMessage, error) {
 	t.Helper()
 	s, err := attachRaw(t, accept, func(conn net.Conn, _ *bufio.Reader) { _, _ = conn.Write(sent) })
 	if err != nil {
@@ -438,7 +438,9 @@ func TestConformanceRecords(t *testing.T) {
 		"port":            func() any { return new(shard.Port) },
 		"file_entry":      func() any { return new(shard.FileEntry) },
 		"egress_decision": func() any { return new(shard.EgressDecision) },
-		"version":         func() any { return new(Version) },
+		"version":         func() any { return new(shard.VersionInfo) },
+		"file_event":      func() any { return new(shard.FileEvent) },
+		"provider":        func() any { return new(shard.ProviderInfo) },
 		"capabilities":    func() any { return new(shard.Capabilities) },
 		"policy":          func() any { return new(shard.PolicyView) },
 	}
@@ -466,6 +468,9 @@ func TestConformanceRecords(t *testing.T) {
 					got["exit_code"], got["signal"] = exit["code"], exit["signal"]
 				}
 			}
+			if from, ok := got["from"]; ok {
+				got["moved_from"] = from
+			}
 			delete(v.Fields, "rules") // as above
 			if egress, ok := v.Fields["egress"].(map[string]any); ok {
 				delete(egress, "rules")
@@ -477,7 +482,7 @@ func TestConformanceRecords(t *testing.T) {
 	}
 	for _, v := range all.Refused {
 		make := kinds[v.Kind]
-		if make == nil || v.About == "no id" || v.About == "no status" {
+		if make == nil || v.About == "no id" || v.About == "no status" || v.About == "an event without a path" {
 			continue // what is absent is zero here
 		}
 		t.Run("refused: "+v.About, func(t *testing.T) {

@@ -72,21 +72,12 @@ func (c *Client) GetExec(ctx context.Context, ref, id string) (*shard.Exec, erro
 // KillExec sends TERM or KILL to a command.
 func (c *Client) KillExec(ctx context.Context, ref, id, signal string) error {
 	return c.do(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "exec", id, "kill"),
-		body: map[string]string{"signal": signal}}, nil)
+		body: shard.KillRequest{Signal: signal}}, nil)
 }
 
 // Resize tells a command's terminal its size.
 func (c *Client) Resize(ctx context.Context, ref, id string, size shard.Size) error {
 	return c.do(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "exec", id, "resize"), body: size}, nil)
-}
-
-// Exit is the last message of a command's stream.
-type Exit struct {
-	shard.ExitStatus
-	// LostBytes is output that the daemon dropped before any client read it.
-	LostBytes int64 `json:"lost_bytes"`
-	// Error says why a command never started.
-	Error string `json:"error"`
 }
 
 // Stream is the live connection to a command. One goroutine may read (Copy) while another writes.
@@ -137,7 +128,7 @@ func (e *WriteError) Unwrap() error { return e.Err }
 
 // Copy passes output to stdout and stderr until the command has ended, and says how. A stream that ends without a last
 // message is ErrBroken: the command's record explains it. A writer that fails ends the copy with a *WriteError.
-func (s *Stream) Copy(stdout, stderr io.Writer) (*Exit, error) {
+func (s *Stream) Copy(stdout, stderr io.Writer) (*shard.ExitMessage, error) {
 	buf := make([]byte, 128<<10)
 	for {
 		kind, r, err := s.conn.Reader(s.ctx)
@@ -199,7 +190,7 @@ func (s *Stream) pass(w io.Writer, r io.Reader, buf []byte, n int, err error) er
 }
 
 // last decodes the closing message and waits for the daemon's close, so that neither side sees a cut connection.
-func (s *Stream) last(frame byte, raw []byte) (*Exit, error) {
+func (s *Stream) last(frame byte, raw []byte) (*shard.ExitMessage, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, closeWait)
 	_, _, _ = s.conn.Read(ctx) // answers the close frame
 	cancel()
@@ -210,7 +201,7 @@ func (s *Stream) last(frame byte, raw []byte) (*Exit, error) {
 		}
 		return nil, detailError(body.Error)
 	}
-	var exit Exit
+	var exit shard.ExitMessage
 	if err := json.Unmarshal(raw, &exit); err != nil {
 		return nil, fmt.Errorf("read the stream's exit message: %w", err)
 	}

@@ -115,21 +115,14 @@ func (c *Client) RemoveFile(ctx context.Context, ref, path string, recursive boo
 
 // ListDir describes the entries of a directory, sorted by name.
 func (c *Client) ListDir(ctx context.Context, ref, path string) ([]shard.FileEntry, error) {
-	var out struct {
-		Entries []shard.FileEntry `json:"entries"`
-	}
+	var out shard.EntryList
 	err := c.do(ctx, call{method: http.MethodGet, path: sandboxPath(ref, "ls"), query: url.Values{"path": {path}}}, &out)
 	return out.Entries, err
 }
 
 // Mkdir makes a directory.
 func (c *Client) Mkdir(ctx context.Context, ref, path string, o WriteOptions) error {
-	body := struct {
-		Path    string `json:"path"`
-		Mode    string `json:"mode,omitempty"`
-		Parents bool   `json:"parents,omitempty"`
-		User    string `json:"user,omitempty"`
-	}{Path: path, Parents: o.Parents, User: o.User}
+	body := shard.MkdirRequest{Path: path, Parents: o.Parents, User: o.User}
 	if o.Mode != nil {
 		body.Mode = octal(*o.Mode)
 	}

@@ -14,10 +14,7 @@ import (
 func (c *Client) Images(ctx context.Context) ([]shard.Image, error) {
 	var list []shard.Image
 	err := walk(func(p Page) (*string, error) {
-		var page struct {
-			Images []shard.Image `json:"images"`
-			Next   *string       `json:"next"`
-		}
+		var page shard.ImageList
 		if err := c.do(ctx, call{method: http.MethodGet, path: "/v0/images", query: p.query()}, &page); err != nil {
 			return nil, err
 		}
@@ -30,7 +27,7 @@ func (c *Client) Images(ctx context.Context) ([]shard.Image, error) {
 // Pull brings an image to the host; progress as with Create.
 func (c *Client) Pull(ctx context.Context, ref string, progress func(shard.Progress)) (*shard.Image, error) {
 	return c.imageStream(ctx, call{method: http.MethodPost, path: "/v0/images/pull", accept: ndjson,
-		body: map[string]string{"ref": ref}}, progress)
+		body: shard.PullRequest{Ref: ref}}, progress)
 }
 
 // ImageImport describes an image that is made from a tar: the reference it gets, and settings that override its own.
@@ -79,22 +76,14 @@ func (c *Client) RemoveImage(ctx context.Context, ref string, force bool) (warni
 	if force {
 		q.Set("force", "true")
 	}
-	var out struct {
-		Warnings []string `json:"warnings"`
-	}
+	var out shard.RemovedImage
 	err = c.do(ctx, call{method: http.MethodDelete, path: "/v0/images/" + strings.Join(parts, "/"), query: q}, &out)
 	return out.Warnings, err
 }
 
-// Pruned is what a prune of images did.
-type Pruned struct {
-	Removed  []string `json:"removed"`
-	Warnings []string `json:"warnings"`
-}
-
 // PruneImages deletes every image that nothing uses.
-func (c *Client) PruneImages(ctx context.Context) (*Pruned, error) {
-	var out Pruned
+func (c *Client) PruneImages(ctx context.Context) (*shard.PrunedImages, error) {
+	var out shard.PrunedImages
 	err := c.do(ctx, call{method: http.MethodPost, path: "/v0/images/prune"}, &out)
 	return &out, err
 }

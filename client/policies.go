@@ -10,11 +10,7 @@ import (
 // Policies lists every policy. The warnings name policies that the daemon could not read.
 func (c *Client) Policies(ctx context.Context) (policies []shard.Policy, warnings []string, err error) {
 	err = walk(func(p Page) (*string, error) {
-		var page struct {
-			Policies []shard.Policy `json:"policies"`
-			Next     *string        `json:"next"`
-			Warnings []string       `json:"warnings"`
-		}
+		var page shard.PolicyList
 		if err := c.do(ctx, call{method: http.MethodGet, path: "/v0/policies", query: p.query()}, &page); err != nil {
 			return nil, err
 		}
@@ -38,7 +34,7 @@ func (c *Client) PutPolicy(ctx context.Context, name string, rules []shard.Polic
 		rules = []shard.PolicyRule{}
 	}
 	var out shard.PolicyView
-	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: map[string]any{"rules": rules}}, &out)
+	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: shard.PutPolicyRequest{Rules: rules}}, &out)
 	return &out, err
 }
 
@@ -50,7 +46,7 @@ func (c *Client) RemovePolicy(ctx context.Context, name string) error {
 // AttachPolicy gives a stopped sandbox a policy, in place of the one it had.
 func (c *Client) AttachPolicy(ctx context.Context, ref, policy string) (*shard.Sandbox, error) {
 	var out shard.Sandbox
-	err := c.do(ctx, call{method: http.MethodPut, path: sandboxPath(ref, "policy"), body: map[string]string{"policy": policy}}, &out)
+	err := c.do(ctx, call{method: http.MethodPut, path: sandboxPath(ref, "policy"), body: shard.AttachPolicyRequest{Policy: policy}}, &out)
 	return &out, err
 }
 

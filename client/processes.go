@@ -23,9 +23,7 @@ func (c *Client) RunProcess(ctx context.Context, ref string, req shard.RunReques
 
 // Processes lists the named processes of a sandbox in the order of their first runs.
 func (c *Client) Processes(ctx context.Context, ref string) ([]shard.Process, error) {
-	var out struct {
-		Processes []shard.Process `json:"processes"`
-	}
+	var out shard.ProcessList
 	err := c.do(ctx, call{method: http.MethodGet, path: sandboxPath(ref, "processes")}, &out)
 	return out.Processes, err
 }
@@ -42,7 +40,7 @@ func (c *Client) WaitProcess(ctx context.Context, ref, name string) (*shard.Proc
 
 // KillProcess ends a process for good and waits for its end: TERM and 30 s later KILL, or KILL at once with force.
 func (c *Client) KillProcess(ctx context.Context, ref, name string, force bool) (*shard.Process, error) {
-	return c.process(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "processes", name, "kill"), body: map[string]bool{"force": force}})
+	return c.process(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "processes", name, "kill"), body: shard.KillProcessRequest{Force: force}})
 }
 
 func (c *Client) process(ctx context.Context, k call) (*shard.Process, error) {

@@ -18,28 +18,20 @@ const ndjson = "application/x-ndjson"
 // maxLine bounds one line of a progress stream, in bytes.
 const maxLine = 4 << 20
 
-// SandboxList is the answer to a list. Next is nil on the last page. Warnings name records that the daemon could not
-// read: with any, the list is not complete.
-type SandboxList struct {
-	Sandboxes []shard.Sandbox `json:"sandboxes"`
-	Next      *string         `json:"next"`
-	Warnings  []string        `json:"warnings"`
-}
-
-// Sandboxes lists one page of sandboxes; stopped ones only with all.
-func (c *Client) Sandboxes(ctx context.Context, all bool, p Page) (*SandboxList, error) {
+// Sandboxes lists one page of sandboxes; stopped ones only with all. With any warning the list is not complete.
+func (c *Client) Sandboxes(ctx context.Context, all bool, p Page) (*shard.SandboxList, error) {
 	q := p.query()
 	if all {
 		q.Set("all", "true")
 	}
-	var out SandboxList
+	var out shard.SandboxList
 	err := c.do(ctx, call{method: http.MethodGet, path: "/v0/sandboxes", query: q}, &out)
 	return &out, err
 }
 
 // AllSandboxes lists every page.
-func (c *Client) AllSandboxes(ctx context.Context, all bool) (*SandboxList, error) {
-	var list SandboxList
+func (c *Client) AllSandboxes(ctx context.Context, all bool) (*shard.SandboxList, error) {
+	var list shard.SandboxList
 	err := walk(func(p Page) (*string, error) {
 		page, err := c.Sandboxes(ctx, all, p)
 		if err != nil {

@@ -30,7 +30,7 @@ func (a *API) listProcesses(c *call) error {
 	if err != nil {
 		return err
 	}
-	return c.json(200, map[string]any{"processes": processes})
+	return c.json(200, shard.ProcessList{Processes: processes})
 }
 
 func (a *API) getProcess(c *call) error {
@@ -42,9 +42,7 @@ func (a *API) getProcess(c *call) error {
 }
 
 func (a *API) killProcess(c *call) error {
-	var req struct {
-		Force bool `json:"force"`
-	}
+	var req shard.KillProcessRequest
 	if err := c.body(&req, true); err != nil {
 		return err
 	}
@@ -98,7 +96,7 @@ func (a *API) processLogs(c *call) error {
 		return err
 	}
 	if upgrades(c.r) {
-		return c.outputMessages(out, func() (any, error) { return map[string]string{"reason": out.Reason()}, nil })
+		return c.outputMessages(out, func() (any, error) { return shard.LogEnd{Reason: out.Reason()}, nil })
 	}
 	defer out.Close()
 	c.plainText()

@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/useshards/shard/client"
+	"github.com/useshards/shard"
 )
 
 func (a *App) daemonCommand() *cobra.Command {
@@ -98,7 +98,7 @@ func (a *App) daemonStatus(ctx context.Context, f format) error {
 	}
 	failed := &failures{}
 	for _, t := range s.Tasks {
-		if t.State == client.TaskBackoff {
+		if t.State == shard.TaskBackoff {
 			failed.errs = append(failed.errs, fmt.Errorf("task %s failed and waits to be tried again: %s", t.Name, dash(t.LastError)))
 		}
 	}
@@ -108,7 +108,7 @@ func (a *App) daemonStatus(ctx context.Context, f format) error {
 	return nil
 }
 
-func daemonRows(s *client.DaemonStatus, now time.Time) [][]string {
+func daemonRows(s *shard.DaemonStatus, now time.Time) [][]string {
 	var can []string
 	for _, c := range []struct {
 		name string

@@ -169,7 +169,7 @@ func (s *session) feed(stream *client.Stream) {
 }
 
 // exitOf is the outcome of a command that ended with its stream complete.
-func (s *session) exitOf(exit *client.Exit) error {
+func (s *session) exitOf(exit *shard.ExitMessage) error {
 	code := codeOf(exit.ExitStatus)
 	switch {
 	case exit.Error != "":
