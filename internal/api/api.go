@@ -159,6 +159,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		err = c.parseQuery(route)
 	}
 	if err == nil && route.Stream && upgrades(r) {
+		err = checkUpgrade(r)
 		a.recorder.streams.Add(1)
 		defer a.recorder.streams.Add(-1)
 	}

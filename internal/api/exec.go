@@ -121,9 +121,6 @@ func upgrades(r *http.Request) bool {
 // attach carries the streams of a command: what is held, then live output, then one closing message. Its end leaves the
 // command running.
 func (a *API) attach(c *call) error {
-	if err := checkUpgrade(c.r); err != nil {
-		return err
-	}
 	att, err := a.Engine.Attach(c.param("id"), c.param("exec"))
 	if err != nil {
 		return err

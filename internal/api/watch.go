@@ -21,11 +21,6 @@ const maxReason = 123
 // watch reports what changes below a directory, as JSON lines or WebSocket text messages. The answer begins when nothing
 // is missed any more. It ends with the directory or the sandbox: a WebSocket then says why in its close.
 func (a *API) watch(c *call) error {
-	if upgrades(c.r) {
-		if err := checkUpgrade(c.r); err != nil {
-			return err
-		}
-	}
 	path, err := c.path()
 	if err != nil {
 		return err
