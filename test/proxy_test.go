@@ -65,11 +65,14 @@ func TestProxy(t *testing.T) {
 	lab.Name("shared.lab.test", testenv.LabWebAddr) // another name at the same address
 	lab.Name("inside.lab.test", "10.1.2.3")
 	lab.Name("host.lab.test", testenv.LabHostAddr)
-	started := make(chan struct{}, 8)
+	go func() {
+		_ = http.Serve(lab.ListenWorld("tcp", "203.0.113.60:80"), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			_, _ = w.Write([]byte("by address, " + r.Host))
+		}))
+	}()
 	lab.Web().HandleFunc("/slow", func(w http.ResponseWriter, r *http.Request) {
 		_, _ = w.Write([]byte("first "))
 		_ = http.NewResponseController(w).Flush()
-		started <- struct{}{}
 		time.Sleep(300 * time.Millisecond)
 		_, _ = w.Write([]byte("last"))
 	})
@@ -85,6 +88,10 @@ func TestProxy(t *testing.T) {
 			"http://"+testenv.LabWebAddr+"/", "403", // an address that no rule names
 			"https://"+testenv.LabWebAddr+"/", "failed", // TLS that names no host
 			"nosni://web.lab.test/", "failed",
+			"http://203.0.113.60/", "200 by address, 203.0.113.60",
+			"http://203.0.113.60/|any.name.test", "200 by address, any.name.test", // allowed by where it goes, and not looked up
+			"http://203.0.113.60/|any.name.test", "200 by address, any.name.test",
+			"http://203.0.113.60/|web.lab.test", "200 GET http web.lab.test", // its name decides where it goes
 			"http://web.lab.test/|inside.lab.test", `403 …"rule":"private"`,
 			"http://web.lab.test/|host.lab.test", `403 …"rule":"local"`,
 			"http://web.lab.test/|10.1.2.3", `403 …"rule":"private"`,
@@ -105,6 +112,7 @@ func TestProxy(t *testing.T) {
 			"https://shared.lab.test/", "200 GET https shared.lab.test",
 			"http://shared.lab.test/|web.lab.test", "403")
 		put(t, d, name, "allow 203.0.113.0/24", "deny any")
-		asked(t, d, id, "rules without names go without the proxy", "http://"+testenv.LabWebAddr+"/", map[bool]string{true: "200", false: "failed"}[strings.HasPrefix(testenv.LabWebAddr, "203.0.113.")])
+		asked(t, d, id, "rules without names need no proxy",
+			"http://203.0.113.60/|web.lab.test", "200 by address, web.lab.test", "http://"+testenv.LabWebAddr+"/", "failed Connection")
 	})
 }

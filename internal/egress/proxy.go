@@ -37,6 +37,8 @@ const (
 	// stallTime is how long data may wait for a side that takes none. It is long: a sandbox may be paused, and a program
 	// may think before it reads on.
 	stallTime = 15 * time.Minute
+	// endTime bounds the wait for requests that were under way when the proxy ended.
+	endTime = 5 * time.Second
 	// maxHead bounds the head of a request, in bytes; maxAnswerHead that of an answer.
 	maxHead       = 64 << 10
 	maxAnswerHead = 256 << 10
@@ -156,7 +158,10 @@ func (p *Proxy) Close() error {
 	for _, c := range all {
 		c.end()
 	}
-	err := errors.Join(p.plain.Close(), p.tls.Close())
+	// Their connections are gone: what still runs for them ends by itself.
+	ctx, cancel := context.WithTimeout(context.Background(), endTime)
+	defer cancel()
+	err := errors.Join(p.plain.Shutdown(ctx), p.tls.Shutdown(ctx))
 	p.group.Wait()
 	return err
 }
@@ -194,10 +199,10 @@ func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
 		tune(conn)
 		return g
 	}
-	_ = conn.Close()
 	if report {
 		p.note(g, "", refusal{rule: ruleLimit, reason: "the sandbox has too many connections to the proxy"})
 	}
+	_ = conn.Close()
 	return nil
 }
 
@@ -298,6 +303,14 @@ func (g *guestConn) Read(b []byte) (int, error) {
 		return n, nil
 	}
 	return g.Conn.Read(b)
+}
+
+// CloseWrite lets net/http end a connection without a reset while the other side still sends, so that it can read why.
+func (g *guestConn) CloseWrite() error {
+	if half, ok := g.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return errors.ErrUnsupported
 }
 
 func (g *guestConn) Close() error {

@@ -207,6 +207,7 @@ func (b *box) client(roots *x509.CertPool, http2 bool) *http.Client {
 			return b.dial(ctx, port)
 		},
 		TLSClientConfig: &tls.Config{RootCAs: roots}, ForceAttemptHTTP2: http2, DisableCompression: true, MaxIdleConnsPerHost: 64,
+		ExpectContinueTimeout: 30 * time.Second,
 	}
 	b.t.Cleanup(tr.CloseIdleConnections)
 	return &http.Client{Transport: tr, Timeout: time.Minute, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
