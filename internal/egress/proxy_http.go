@@ -289,8 +289,8 @@ func (p *Proxy) transport(c *client) *http.Transport {
 		TLSClientConfig:        &tls.Config{RootCAs: p.o.Roots, MinVersion: tls.VersionTLS12},
 		TLSHandshakeTimeout:    headTime,
 		DisableCompression:     true, // bytes are passed on as they are
-		MaxIdleConns:           64,
-		MaxIdleConnsPerHost:    16,
+		MaxIdleConns:           128,
+		MaxIdleConnsPerHost:    64,
 		IdleConnTimeout:        idleTime,
 		ExpectContinueTimeout:  time.Second,
 		MaxResponseHeaderBytes: maxAnswerHead,
