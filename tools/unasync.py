@@ -27,6 +27,7 @@ NAMES = {
     "AsyncCommand": "Command",
     "AsyncCommands": "Commands",
     "AsyncEgressFollow": "EgressFollow",
+    "AsyncFileWatch": "FileWatch",
     "AsyncFiles": "Files",
     "AsyncFollow": "Follow",
     "AsyncGenerator": "Generator",

@@ -268,6 +268,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "process": _models.process_info,
     "port": _models.port,
     "file_entry": _models.file_entry,
+    "file_event": _models.file_event,
+    "provider": _models.provider_info,
     "snapshot": _models.snapshot,
     "secret": _models.secret_info,
     "policy": _models.policy,

@@ -58,7 +58,7 @@ def test_twins_have_the_same_interface() -> None:
 
 def test_the_names_of_the_contract() -> None:
     for path in """
-        Shard.create Shard.get Shard.list Shard.version Shard.capabilities Shard.ports Shard.close
+        Shard.create Shard.get Shard.list Shard.version Shard.capabilities Shard.providers Shard.ports Shard.close
         Policies.set Policies.get Policies.list Policies.remove Policies.attach Policies.detach
         Secrets.set Secrets.list Secrets.remove Secrets.grant Secrets.ungrant
         Snapshots.create Snapshots.list Snapshots.inspect Snapshots.remove
@@ -67,7 +67,7 @@ def test_the_names_of_the_contract() -> None:
         Commands.list Commands.get Command.wait Command.kill Command.write_stdin Command.close_stdin Command.resize
         Command.inspect Command.disconnect Command.reconnect Processes.list Processes.get
         Process.name Process.wait Process.kill Process.logs Process.follow_logs Process.inspect
-        Files.write Files.read Files.read_text Files.stat Files.list Files.mkdir Files.remove Files.upload
+        Files.write Files.read Files.read_text Files.stat Files.list Files.mkdir Files.watch Files.remove Files.upload
         Files.download Files.upload_dir Files.download_dir Ports.add Ports.list Ports.remove
     """.split():
         owner, _, name = path.partition(".")

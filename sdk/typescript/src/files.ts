@@ -4,10 +4,12 @@ import { open, mkdir, rename, rm, rmdir, stat, unlink, type FileHandle } from "n
 import { constants } from "node:fs";
 import { dirname, join } from "node:path";
 import { ProtocolError, UnknownLengthError } from "./errors.js";
+import { Follow, records } from "./follow.js";
 import { octal } from "./inputs.js";
-import { toFileEntry, toFileInfo, type FileEntry, type FileInfo } from "./models.js";
+import { toFileEntry, toFileEvent, toFileInfo, type FileEntry, type FileEvent, type FileInfo } from "./models.js";
 import { pack, pieceSize } from "./pack.js";
 import { Fields } from "./records.js";
+import type { Stream } from "./stream.js";
 import { route, type Answer, type Transport } from "./transport.js";
 import { temporaryName, unpack } from "./unpack.js";
 import type { CallOptions } from "./waiting.js";
@@ -83,6 +85,23 @@ export class Files {
   async remove(path: string, options: CallOptions & { recursive?: boolean | undefined } = {}): Promise<void> {
     const query = { path, recursive: options.recursive || undefined };
     await this.#transport.json("DELETE", this.#path("files"), { query, waits: true, signal: options.signal });
+  }
+
+  /**
+   * Yields what changes below a directory, as it happens, until the directory or the sandbox ends. It begins at the first
+   * item, or with open(). An event "overflow" says that some are missing: list the tree again. A client that takes nothing
+   * for 30 s is cut. Links below the directory are not followed; at most 8192 directories are watched.
+   *
+   * @param options.recursive also everything below its directories. Default true.
+   * @throws NotFoundError, InvalidRequestError, ConflictError; ShardConnectionError when the stream breaks: what has
+   * changed since is not known.
+   * @example
+   * for await (const event of sandbox.files.watch("/srv")) console.log(event.type, event.path);
+   */
+  watch(path: string, options: CallOptions & { recursive?: boolean | undefined } = {}): Follow<FileEvent> {
+    const query = { path, recursive: (options.recursive ?? true) || undefined };
+    const open = (signal: AbortSignal): Promise<Stream> => this.#transport.stream(this.#path("watch"), { query, signal });
+    return new Follow(open, records(toFileEvent, "the watch's stream"), options.signal);
   }
 
   /**

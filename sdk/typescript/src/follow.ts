@@ -1,8 +1,11 @@
 /** Streams that are read one item at a time: they open at the first item and give everything back when left. */
 
 import { asyncDispose } from "./dispose.js";
+import { ProtocolError, ServerError, ShardConnectionError } from "./errors.js";
+import { Fields } from "./records.js";
 import type { Stream } from "./stream.js";
 import { abortable } from "./waiting.js";
+import { opcode } from "./websocket.js";
 
 /**
  * What a follow method returns: an async iterator to be used with `for await`. Leaving the loop, `return()` and an abort
@@ -26,6 +29,25 @@ export class Follow<T> implements AsyncIterableIterator<T>, AsyncDisposable {
     this.#open = open;
     this.#read = read;
     this.#signal = signal;
+  }
+
+  /**
+   * Opens the stream now instead of at the first item, and returns this follow: what happens from then on is not missed.
+   *
+   * @example
+   * await using changes = await sandbox.files.watch("/srv").open();
+   * const before = await sandbox.files.list("/srv");
+   */
+  async open(): Promise<this> {
+    if (this.#over) throw new Error("this follow is closed");
+    try {
+      this.#signal?.throwIfAborted();
+      await abortable((this.#stream ??= this.#open(this.#controller.signal)), this.#signal);
+    } catch (error) {
+      this.#close();
+      throw error;
+    }
+    return this;
   }
 
   next(): Promise<IteratorResult<T, undefined>> {
@@ -73,4 +95,25 @@ export class Follow<T> implements AsyncIterableIterator<T>, AsyncDisposable {
       () => undefined,
     );
   }
+}
+
+/** Reads a stream of records as text messages, which ends with a close of 1000. */
+export function records<T>(read: (fields: Fields) => T, what: string): (stream: Stream) => Promise<IteratorResult<T, undefined>> {
+  return async (stream) => {
+    const message = await stream.next();
+    if (message === undefined) {
+      const { code = 1006, reason = "", cause } = stream.end ?? {};
+      if (code === 1000) return { done: true, value: undefined };
+      if (code === 1011) throw new ServerError(500, "internal", reason);
+      throw new ShardConnectionError(`${what} ended early`, { cause });
+    }
+    if (message.opcode !== opcode.text) throw new ProtocolError(`${what} has a message that is not text`);
+    let record: unknown;
+    try {
+      record = JSON.parse(message.data.toString("utf8"));
+    } catch {
+      throw new ProtocolError(`${what} has a message that is not JSON`);
+    }
+    return { done: false, value: read(new Fields(record, `a message of ${what}`)) };
+  };
 }

@@ -179,6 +179,19 @@ export interface Capabilities {
   swap: boolean;
 }
 
+/** One way to isolate sandboxes, and what it is worth on the server's host. */
+export interface ProviderInfo {
+  /** "gvisor", "runc" or another: what create() takes as `provider`. */
+  name: string;
+  /** Whether it works on that host; if not, `reason` says why. */
+  available: boolean;
+  reason: string | null;
+  /** Whether create() takes it when no provider is named. */
+  default: boolean;
+  version: string | null;
+  capabilities: Capabilities;
+}
+
 /** An address of the host at which a forward is reached, and the interface that has it. */
 export interface HostAddress {
   interface: string;
@@ -255,6 +268,19 @@ export interface Policy {
   holders: string[];
   /** "open" or "closed": whether it lets names be looked up. "" in policies.list(). */
   dns: string;
+}
+
+/** One change below a directory that is watched. Names that are not UTF-8 show U+FFFD. */
+export interface FileEvent {
+  /** "overflow": events are missing here, so list the tree again. */
+  type: "created" | "modified" | "deleted" | "moved" | "overflow" | (string & {});
+  /** What changed, beginning with the path that is watched; of "overflow" that path itself. */
+  path: string;
+  /** Where a moved entry was, else null. What a moved directory holds moves along without events. */
+  movedFrom: string | null;
+  isDir: boolean;
+  /** The sandbox's clock. */
+  time: Date;
 }
 
 /** One decision about a sandbox's traffic. Headers, bodies and secret values are never part of it. */
@@ -386,6 +412,15 @@ export const toCapabilities = (f: Fields): Capabilities => ({
   swap: f.flag("swap"),
 });
 
+export const toProviderInfo = (f: Fields): ProviderInfo => ({
+  name: f.text("name"),
+  available: f.flag("available"),
+  reason: f.maybeText("reason"),
+  default: f.flag("default"),
+  version: f.maybeText("version"),
+  capabilities: f.object("capabilities", toCapabilities, "capabilities"),
+});
+
 export const toPort = (f: Fields): Port => ({
   sandbox: f.text("sandbox"),
   sandboxName: f.maybeText("sandbox_name"),
@@ -408,6 +443,14 @@ export const toFileInfo = (f: Fields): FileInfo => ({
 });
 
 export const toFileEntry = (f: Fields): FileEntry => ({ name: f.text("name"), ...toFileInfo(f) });
+
+export const toFileEvent = (f: Fields): FileEvent => ({
+  type: f.text("type"),
+  path: f.text("path"),
+  movedFrom: f.maybeText("from"),
+  isDir: f.flag("is_dir"),
+  time: f.time("time"),
+});
 
 export const toSnapshot = (f: Fields): Snapshot => ({
   id: f.text("id"),

@@ -2,9 +2,9 @@
 
 import { Command, Commands, startCommand, type ExecOptions } from "./command.js";
 import { asyncDispose } from "./dispose.js";
-import { NotFoundError, ProtocolError, ServerError, ShardConnectionError } from "./errors.js";
+import { NotFoundError } from "./errors.js";
 import { Files } from "./files.js";
-import { Follow } from "./follow.js";
+import { Follow, records } from "./follow.js";
 import { pages, whole } from "./inputs.js";
 import { toEgressDecision, toPort, toSandboxInfo, type CommandResult, type EgressDecision, type Port, type SandboxInfo } from "./models.js";
 import { Processes, runProcess, type Process, type RunOptions } from "./process.js";
@@ -12,7 +12,6 @@ import { Fields } from "./records.js";
 import type { Stream } from "./stream.js";
 import { route, type Transport } from "./transport.js";
 import type { CallOptions } from "./waiting.js";
-import { opcode } from "./websocket.js";
 
 /**
  * A sandbox. `info` holds the record that the last call on this handle returned; `id` and `name` read from it.
@@ -128,7 +127,7 @@ export class Sandbox implements AsyncDisposable {
   /** Yields the newest network decisions that the daemon holds, then each new one, until the sandbox ends. */
   followEgressLog(options: CallOptions = {}): Follow<EgressDecision> {
     const open = (signal: AbortSignal): Promise<Stream> => this.#transport.stream(this.#path("egress-log"), { query: { follow: true }, signal });
-    return new Follow(open, readDecision, options.signal);
+    return new Follow(open, records(toEgressDecision, "the egress log's stream"), options.signal);
   }
 
   /** Removes the sandbox unless that has happened already. */
@@ -152,24 +151,6 @@ export class Sandbox implements AsyncDisposable {
   #path(...more: string[]): string {
     return route("sandboxes", this.id, ...more);
   }
-}
-
-async function readDecision(stream: Stream): Promise<IteratorResult<EgressDecision, undefined>> {
-  const message = await stream.next();
-  if (message === undefined) {
-    const { code = 1006, reason = "", cause } = stream.end ?? {};
-    if (code === 1000) return { done: true, value: undefined };
-    if (code === 1011) throw new ServerError(500, "internal", reason);
-    throw new ShardConnectionError("the egress log's stream ended early", { cause });
-  }
-  if (message.opcode !== opcode.text) throw new ProtocolError("the egress log's stream has a message that is not text");
-  let record: unknown;
-  try {
-    record = JSON.parse(message.data.toString("utf8"));
-  } catch {
-    throw new ProtocolError("the egress log's stream has a message that is not JSON");
-  }
-  return { done: false, value: toEgressDecision(new Fields(record, "a decision")) };
 }
 
 /** The port forwards of one sandbox, as `sandbox.ports`. */

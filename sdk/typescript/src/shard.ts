@@ -6,6 +6,7 @@ import {
   toCapabilities,
   toPolicy,
   toPort,
+  toProviderInfo,
   toSandboxInfo,
   toSecretInfo,
   toSnapshot,
@@ -15,6 +16,7 @@ import {
   type PolicyRule,
   type Port,
   type PortForward,
+  type ProviderInfo,
   type SandboxInfo,
   type SecretInfo,
   type Snapshot,
@@ -34,6 +36,8 @@ export interface CreateOptions extends CallOptions {
   snapshot?: string | undefined;
   /** A name to use in place of the id. */
   name?: string | undefined;
+  /** How it is isolated, such as "gvisor" or "runc": the name of one of providers(). Default: a snapshot's own, or the daemon's. */
+  provider?: string | undefined;
   /** The environment that every command in the sandbox starts with. */
   env?: Readonly<Record<string, string>> | undefined;
   /** The default directory of commands. */
@@ -112,6 +116,7 @@ export class Shard implements AsyncDisposable {
       image,
       snapshot,
       name: options.name,
+      provider: options.provider,
       env: environment(options.env),
       workdir: options.workdir,
       user: options.user,
@@ -151,6 +156,12 @@ export class Shard implements AsyncDisposable {
   /** Which verbs the server's default provider supports. */
   async capabilities(options: CallOptions = {}): Promise<Capabilities> {
     return toCapabilities(new Fields(await this.#transport.json("GET", route("capabilities"), { signal: options.signal }), "capabilities"));
+  }
+
+  /** Every provider that the server knows, also those that do not work on its host, with the reason. */
+  async providers(options: CallOptions = {}): Promise<ProviderInfo[]> {
+    const record = await this.#transport.json("GET", route("providers"), { signal: options.signal });
+    return new Fields(record, "a list").objects("providers", toProviderInfo, "a provider");
   }
 
   /** The port forwards of every sandbox. */

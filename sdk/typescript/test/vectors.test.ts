@@ -97,6 +97,8 @@ test("records", () => {
     port: models.toPort,
     file_entry: models.toFileEntry,
     file_info: models.toFileInfo,
+    file_event: models.toFileEvent,
+    provider: models.toProviderInfo,
     snapshot: models.toSnapshot,
     secret: models.toSecretInfo,
     policy: models.toPolicy,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ._async._command import AsyncCommand, AsyncCommands
 from ._async._files import AsyncFiles
-from ._async._process import AsyncEgressFollow, AsyncFollow, AsyncLogFollow, AsyncProcess, AsyncProcesses
+from ._async._process import AsyncEgressFollow, AsyncFileWatch, AsyncFollow, AsyncLogFollow, AsyncProcess, AsyncProcesses
 from ._async._sandbox import AsyncPorts, AsyncSandbox
 from ._async._shard import AsyncPolicies, AsyncSandboxList, AsyncSecrets, AsyncShard, AsyncSnapshots
 from ._errors import (
@@ -46,6 +46,7 @@ from ._models import (
     EgressDecision,
     ExitStatus,
     FileEntry,
+    FileEvent,
     FileInfo,
     HostAddress,
     OOMInfo,
@@ -55,6 +56,7 @@ from ._models import (
     PortForward,
     ProcessInfo,
     ProcessStatus,
+    ProviderInfo,
     Resources,
     Restart,
     SandboxInfo,
@@ -67,7 +69,7 @@ from ._models import (
 from ._output import DEFAULT_OUTPUT_LIMIT
 from ._sync._command import Command, Commands
 from ._sync._files import Files
-from ._sync._process import EgressFollow, Follow, LogFollow, Process, Processes
+from ._sync._process import EgressFollow, FileWatch, Follow, LogFollow, Process, Processes
 from ._sync._sandbox import Ports, Sandbox
 from ._sync._shard import Policies, SandboxList, Secrets, Shard, Snapshots
 from ._version import __version__
@@ -78,6 +80,7 @@ __all__ = [
     "AsyncCommand",
     "AsyncCommands",
     "AsyncEgressFollow",
+    "AsyncFileWatch",
     "AsyncFiles",
     "AsyncFollow",
     "AsyncLogFollow",
@@ -105,7 +108,9 @@ __all__ = [
     "EgressFollow",
     "ExitStatus",
     "FileEntry",
+    "FileEvent",
     "FileInfo",
+    "FileWatch",
     "Files",
     "Follow",
     "HostAddress",
@@ -125,6 +130,7 @@ __all__ = [
     "ProcessStatus",
     "Processes",
     "ProtocolError",
+    "ProviderInfo",
     "Resources",
     "Restart",
     "Sandbox",

@@ -18,6 +18,7 @@ __all__ = [
     "EgressDecision",
     "ExitStatus",
     "FileEntry",
+    "FileEvent",
     "FileInfo",
     "HostAddress",
     "OOMInfo",
@@ -27,6 +28,7 @@ __all__ = [
     "PortForward",
     "ProcessInfo",
     "ProcessStatus",
+    "ProviderInfo",
     "Resources",
     "Restart",
     "SandboxInfo",
@@ -395,6 +397,31 @@ class Capabilities:
 
 
 @frozen
+class ProviderInfo:
+    """One way to isolate sandboxes, and what it is worth on the server's host.
+
+    Attributes:
+        name: "gvisor", "runc" or another: what create() takes as `provider`.
+        available: Whether it works on that host.
+        reason: Why it is not available, None when it is.
+        default: Whether create() takes it when no provider is named.
+        version: Its version, None when it is not known.
+        capabilities: Which verbs it supports.
+
+    Example:
+        >>> [p.name for p in shard.providers() if p.available]
+        ['gvisor', 'runc']
+    """
+
+    name: str
+    available: bool
+    reason: str | None
+    default: bool
+    version: str | None
+    capabilities: Capabilities
+
+
+@frozen
 class HostAddress:
     """An address of the host at which a forward is reached, and the interface that has it.
 
@@ -479,6 +506,32 @@ class FileEntry:
     uid: int
     gid: int
     mtime: datetime
+
+
+@frozen
+class FileEvent:
+    """One change below a directory that is watched.
+
+    Paths begin with the path that is watched; names that are not UTF-8 have surrogate escapes, as in FileEntry.
+
+    Attributes:
+        type: "created", "modified", "deleted", "moved", or "overflow": events are missing here, so list the tree again.
+        path: What changed; of "overflow" the directory that is watched.
+        moved_from: Where a moved entry was, else None. What a moved directory holds moves along without events.
+        is_dir: Whether it is a directory.
+        time: The sandbox's clock.
+
+    Example:
+        >>> for event in sandbox.files.watch("/srv"):
+        ...     print(event.type, event.path)
+        created /srv/app.py
+    """
+
+    type: str
+    path: str
+    moved_from: str | None
+    is_dir: bool
+    time: datetime
 
 
 @frozen
@@ -709,6 +762,17 @@ def capabilities(f: Fields) -> Capabilities:
     return Capabilities(**{name: f.flag(name) for name in names})
 
 
+def provider_info(f: Fields) -> ProviderInfo:
+    return ProviderInfo(
+        name=f.text("name"),
+        available=f.flag("available"),
+        reason=f.maybe("reason", str),
+        default=f.flag("default"),
+        version=f.maybe("version", str),
+        capabilities=f.object("capabilities", capabilities, "capabilities"),
+    )
+
+
 def port(f: Fields) -> Port:
     return Port(
         sandbox=f.text("sandbox"),
@@ -727,12 +791,23 @@ def file_info(f: Fields) -> FileInfo:
     return FileInfo(f.text("type"), f.number("size"), f.number("mode"), f.number("uid"), f.number("gid"), f.time("mtime"))
 
 
+def _exact(f: Fields, key: str) -> str | None:
+    """A name or path, from its real bytes when it is not UTF-8."""
+    exact = f.maybe(f"{key}_bytes", str)
+    return f.maybe(key, str) if exact is None else base64.b64decode(exact).decode("utf-8", "surrogateescape")
+
+
+def file_event(f: Fields) -> FileEvent:
+    path = _exact(f, "path")
+    return FileEvent(
+        f.text("type"), f.text("path") if path is None else path, _exact(f, "from"), f.flag("is_dir"), f.time("time")
+    )
+
+
 def file_entry(f: Fields) -> FileEntry:
-    name, exact = f.text("name"), f.maybe("name_bytes", str)
-    if exact is not None:
-        name = base64.b64decode(exact).decode("utf-8", "surrogateescape")
+    name = _exact(f, "name")
     i = file_info(f)
-    return FileEntry(name, i.type, i.size, i.mode, i.uid, i.gid, i.mtime)
+    return FileEntry(f.text("name") if name is None else name, i.type, i.size, i.mode, i.uid, i.gid, i.mtime)
 
 
 def snapshot(f: Fields) -> Snapshot:

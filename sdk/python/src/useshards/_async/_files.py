@@ -15,6 +15,7 @@ from .._archive import pack, unpack
 from .._errors import ProtocolError, UnknownLengthError
 from .._models import FileEntry, FileInfo, file_entry, file_info
 from .._runtime import async_blocking
+from ._process import AsyncFileWatch
 from ._transport import AsyncTransport, read, segment
 
 # How much of a file is in memory at once, in bytes.
@@ -228,6 +229,30 @@ class AsyncFiles:
         """
         query = {"path": _checked(path), **({"recursive": "true"} if recursive else {})}
         await self._transport.call("DELETE", f"{self._base}/files", query=query, waits=True)
+
+    def watch(self, path: str, *, recursive: bool = True) -> AsyncFileWatch:
+        """What changes below a directory, as it happens, until the directory or the sandbox ends.
+
+        An event "overflow" says that some are missing: list the tree again. A client that takes nothing for 30 s is cut.
+
+        Args:
+            path: The directory. Links below it are not followed, other file systems not entered.
+            recursive: Also everything below its directories, at most 8192 of them. Default True.
+
+        Raises:
+            InvalidRequestError: It is no directory, or holds too many.
+            NotFoundError: There is no such directory.
+            ConflictError: The sandbox does not run.
+            APIError: More is watched already than a sandbox may (status 429).
+            ShardConnectionError: The stream broke: what has changed since is not known.
+
+        Example:
+            >>> async for event in sandbox.files.watch("/srv"):
+            ...     print(event.type, event.path)
+            created /srv/app.py
+        """
+        query = {"path": _checked(path), **({"recursive": "true"} if recursive else {})}
+        return AsyncFileWatch(self._transport, f"{self._base}/watch", query)
 
     async def upload(
         self,

@@ -14,6 +14,7 @@ from .._models import (
     PolicyRule,
     Port,
     PortForward,
+    ProviderInfo,
     SandboxInfo,
     SecretInfo,
     SecretList,
@@ -22,6 +23,7 @@ from .._models import (
     capabilities,
     policy,
     port,
+    provider_info,
     sandbox_info,
     secret_info,
     snapshot,
@@ -385,6 +387,7 @@ class AsyncShard:
         *,
         snapshot: str | None = None,
         name: str | None = None,
+        provider: str | None = None,
         env: Mapping[str, str] | None = None,
         workdir: str | None = None,
         user: str | None = None,
@@ -402,6 +405,8 @@ class AsyncShard:
             image: The image, such as "alpine:3.20". Either this or `snapshot`.
             snapshot: The id or name of a snapshot, from whose files the sandbox starts.
             name: A name, 1 to 64 of a-z, 0-9, "-" and "_"; without one it has its id only.
+            provider: How it is isolated, such as "gvisor" or "runc": the name of one of providers(); a snapshot's own or
+                the daemon's default when None.
             env: The environment that every command starts with, added to the image's.
             workdir: The working directory of every command; the image's by default.
             user: A user name or uid in the sandbox; the image's by default.
@@ -433,6 +438,7 @@ class AsyncShard:
             image=image or None,
             snapshot=snapshot or None,
             name=name,
+            provider=provider,
             env=environ(env),
             workdir=workdir,
             user=user,
@@ -497,6 +503,19 @@ class AsyncShard:
             ...     copy = await sandbox.fork()
         """
         return read(await self._transport.call("GET", "/v0/capabilities"), capabilities, "capabilities")
+
+    async def providers(self) -> builtins.list[ProviderInfo]:
+        """Every provider that the server knows, also those that do not work on its host, with the reason.
+
+        Raises:
+            AuthenticationError: The key is not valid.
+
+        Example:
+            >>> [p.name for p in await shard.providers() if p.available]
+            ['gvisor', 'runc']
+        """
+        answer = await self._transport.call("GET", "/v0/providers")
+        return read(answer, lambda f: f.objects("providers", provider_info, "a provider"), "a list")
 
     async def ports(self) -> builtins.list[Port]:
         """The forwards of every sandbox in the order of their host ports.

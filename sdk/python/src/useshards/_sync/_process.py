@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from typing_extensions import override
 
 from .._errors import ProtocolError, ShardConnectionError, api_error
 from .._frames import CLOSE, TEXT, Message, close_reason
-from .._models import EgressDecision, ProcessInfo, egress_decision, process_info
+from .._models import EgressDecision, FileEvent, ProcessInfo, egress_decision, file_event, process_info
+from .._records import Fields
 from .._runtime import Task
 from .._socket import Socket, StreamCut
 from ._command import decode, split
@@ -43,15 +44,20 @@ class Follow(Generic[T]):
         """An item, None for none. Raises what the message reports."""
         raise NotImplementedError
 
+    def _open(self) -> Socket:
+        """Opens the stream if need be."""
+        if self._socket is None:
+            self._transport.live.add(self)
+            self._socket = self._transport.upgrade(self._path, self._query)
+            if self._closed:
+                raise StreamCut("it was closed")
+        return self._socket
+
     def _receive(self) -> T | None:
-        """Opens the stream if need be and takes one message. Whatever goes wrong closes it."""
+        """Takes one message. Whatever goes wrong closes the stream."""
         try:
-            if self._socket is None:
-                self._transport.live.add(self)
-                self._socket = self._transport.upgrade(self._path, self._query)
-                if self._closed:
-                    raise StreamCut("it was closed")
-            return self._take(self._socket.receive())
+            socket = self._open()
+            return self._take(socket.receive())
         except StreamCut as exc:
             self._left = self._closed
             self.close()
@@ -122,16 +128,50 @@ class EgressFollow(Follow[EgressDecision]):
 
     @override
     def _take(self, message: Message) -> EgressDecision | None:
-        if message.opcode == CLOSE:
-            code, reason = close_reason(message)
-            if code == 1000:
-                return None
-            if code == 1011:
-                raise api_error(500, "internal", reason or "the log could not be read on")
-            raise StreamCut(reason or "the server closed the stream")
-        if message.opcode != TEXT:
-            raise ProtocolError("the server sent a binary message on an egress log's stream")
-        return read(decode(message.data), egress_decision, "an egress decision")
+        return _record(message, egress_decision, "an egress decision")
+
+
+class FileWatch(Follow[FileEvent]):
+    """What changes below a directory, until the directory or the sandbox ends: files.watch() returns it.
+
+    As a context manager it is in place when the block begins: what changes from then on is not missed. Without one it
+    begins at the first item.
+
+    Example:
+        >>> with sandbox.files.watch("/srv") as changes:
+        ...     print([entry.name for entry in sandbox.files.list("/srv")])
+        ...     for event in changes:
+        ...         print(event.type, event.path)
+        []
+        created /srv/app.py
+    """
+
+    @override
+    def _take(self, message: Message) -> FileEvent | None:
+        return _record(message, file_event, "an event of a file")
+
+    @override
+    def __enter__(self) -> FileWatch:
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+
+def _record(message: Message, reader: Callable[[Fields], T], what: str) -> T | None:
+    """What a text message holds, None for the end."""
+    if message.opcode == CLOSE:
+        code, reason = close_reason(message)
+        if code == 1000:
+            return None
+        if code == 1011:
+            raise api_error(500, "internal", reason or "the server could not go on")
+        raise StreamCut(reason or "the server closed the stream")
+    if message.opcode != TEXT:
+        raise ProtocolError(f"the server sent a binary message where {what} belongs")
+    return read(decode(message.data), reader, what)
 
 
 class _End(Follow[ProcessInfo]):

@@ -15,6 +15,7 @@ from .._models import (
     PolicyRule,
     Port,
     PortForward,
+    ProviderInfo,
     SandboxInfo,
     SecretInfo,
     SecretList,
@@ -23,6 +24,7 @@ from .._models import (
     capabilities,
     policy,
     port,
+    provider_info,
     sandbox_info,
     secret_info,
     snapshot,
@@ -386,6 +388,7 @@ class Shard:
         *,
         snapshot: str | None = None,
         name: str | None = None,
+        provider: str | None = None,
         env: Mapping[str, str] | None = None,
         workdir: str | None = None,
         user: str | None = None,
@@ -403,6 +406,8 @@ class Shard:
             image: The image, such as "alpine:3.20". Either this or `snapshot`.
             snapshot: The id or name of a snapshot, from whose files the sandbox starts.
             name: A name, 1 to 64 of a-z, 0-9, "-" and "_"; without one it has its id only.
+            provider: How it is isolated, such as "gvisor" or "runc": the name of one of providers(); a snapshot's own or
+                the daemon's default when None.
             env: The environment that every command starts with, added to the image's.
             workdir: The working directory of every command; the image's by default.
             user: A user name or uid in the sandbox; the image's by default.
@@ -434,6 +439,7 @@ class Shard:
             image=image or None,
             snapshot=snapshot or None,
             name=name,
+            provider=provider,
             env=environ(env),
             workdir=workdir,
             user=user,
@@ -498,6 +504,19 @@ class Shard:
             ...     copy = sandbox.fork()
         """
         return read(self._transport.call("GET", "/v0/capabilities"), capabilities, "capabilities")
+
+    def providers(self) -> builtins.list[ProviderInfo]:
+        """Every provider that the server knows, also those that do not work on its host, with the reason.
+
+        Raises:
+            AuthenticationError: The key is not valid.
+
+        Example:
+            >>> [p.name for p in shard.providers() if p.available]
+            ['gvisor', 'runc']
+        """
+        answer = self._transport.call("GET", "/v0/providers")
+        return read(answer, lambda f: f.objects("providers", provider_info, "a provider"), "a list")
 
     def ports(self) -> builtins.list[Port]:
         """The forwards of every sandbox in the order of their host ports.
