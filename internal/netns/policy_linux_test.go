@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"sync"
@@ -203,4 +204,75 @@ func TestRestrict(t *testing.T) {
 	}
 	a = attach(t, n, "able-box")
 	expect("attached again", "tcp4", there, "ok")
+}
+
+// allows is what rules mean, in plain words.
+func (r Rules) allows(addr netip.Addr, protocol string, port uint16, fed map[int]bool) bool {
+	for i, rule := range r.Rules {
+		ports := rule.UDP
+		if protocol == "tcp" {
+			ports = rule.TCP
+		}
+		about := false
+		for _, p := range ports {
+			about = about || p.From <= port && port <= p.To
+		}
+		if rule.Fed {
+			about = about && fed[i]
+		} else if rule.Prefix.IsValid() {
+			about = about && rule.Prefix.Contains(addr)
+		}
+		if about {
+			return rule.Allow
+		}
+	}
+	return false
+}
+
+// TestRulesAsPackets: the kernel lets through exactly what random rules allow.
+func TestRulesAsPackets(t *testing.T) {
+	newWorld(t)
+	n := open(t, Config{Tag: "chance", Pool: -1})
+	a := attach(t, n, "able-box")
+	const seed = 20261130
+	chance := rand.New(rand.NewPCG(seed, 0))
+	one := func(of ...string) string { return of[chance.IntN(len(of))] }
+	ports := func() []Ports {
+		return [][]Ports{nil, everyPort, {{port, port}}, {{1, port - 1}}, {{port + 1, 65535}}, {{22, 22}, {port - 5, port + 5}}, {{0, port}}, {{22, 22}, {port + 1, port + 2}}}[chance.IntN(8)]
+	}
+	for round := range 25 {
+		rules := Rules{Default: "default"}
+		fed := map[int]map[netip.Addr]time.Time{}
+		for i := range 1 + chance.IntN(8) {
+			r := Rule{Label: fmt.Sprint(i), Allow: chance.IntN(2) == 0, TCP: ports(), UDP: ports(), Other: chance.IntN(2) == 0}
+			switch chance.IntN(3) {
+			case 0:
+				r.Fed = true
+				fed[i] = map[netip.Addr]time.Time{netip.MustParseAddr(one(worldPublic...)): time.Now().Add(time.Hour)}
+			case 1:
+				r.Prefix = netip.MustParsePrefix(one("198.18.0.0/15", "198.19.0.1/32", "203.0.113.64/26", "203.0.113.0/26", "0.0.0.0/0", "2001:db8::/32", "128.0.0.0/1"))
+			}
+			rules.Rules = append(rules.Rules, r)
+		}
+		if err := n.Restrict(t.Context(), "able-box", rules, fed); err != nil {
+			t.Fatal(err)
+		}
+		for _, to := range worldPublic {
+			// TCP alone: the kernel limits ICMP errors, so that a refused datagram may look like a lost one.
+			for _, protocol := range []string{"tcp"} {
+				in := map[int]bool{}
+				addr := netip.MustParseAddr(to)
+				for i, addrs := range fed {
+					in[i] = addrs[addr] != time.Time{}
+				}
+				want := "refused"
+				if rules.allows(addr, protocol, port, in) {
+					want = "ok"
+				}
+				if got := dials(a.Netns, protocol+"4", fmt.Sprintf("%s:%d", to, port)); got != want {
+					t.Errorf("seed %d, round %d: %s to %s: %s, want %s, by\n%+v\nfed %v", seed, round, protocol, to, got, want, rules.Rules, fed)
+				}
+			}
+		}
+	}
 }
