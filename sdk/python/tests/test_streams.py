@@ -175,6 +175,31 @@ def test_cancels_at_random_moments_leave_nothing() -> None:
             assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_no_import_is_tried_again_with_every_request() -> None:
+    """Where there is no sniffio, httpcore looked for it six times in each request."""
+    tried: list[str] = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            tried.append(name)
+
+    async def main(remote: str) -> None:
+        async with AsyncShard(remote, "test-key") as shard:
+            await shard.version()
+            sys.meta_path.insert(0, Finder)
+            try:
+                for _ in range(5):
+                    await shard.version()
+            finally:
+                sys.meta_path.remove(Finder)
+
+    answer = {"method": "GET", "path": "/v0/version", "answer": {"version": "1", "api_version": "v0"}, "times": 6}
+    with ScriptedServer([answer]) as server:
+        asyncio.run(main(server.remote))
+    assert tried == []
+
+
 def test_a_follow_is_closed_from_another_thread() -> None:
     logs = {
         "method": "GET",
