@@ -96,13 +96,12 @@ async function invoke(handles: Record<string, any>, local: string, name: string,
     method = "read";
     options["encoding"] = "utf8";
   }
-  if (method.startsWith("follow")) {
-    const items: any[] = [];
-    for await (const item of on[method](options)) items.push(item);
-    return items.every((item) => item instanceof Uint8Array) ? Buffer.concat(items) : items;
-  }
   if (Object.keys(options).length > 0) args.push(options);
-  return on[method](...args);
+  const result = on[method](...args);
+  if (typeof result?.[Symbol.asyncIterator] !== "function") return result;
+  const items: any[] = [];
+  for await (const item of result) items.push(item);
+  return items.length > 0 && items.every((item) => item instanceof Uint8Array) ? Buffer.concat(items) : items;
 }
 
 function compare(got: any, want: any, where: string): void {
