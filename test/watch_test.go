@@ -381,7 +381,8 @@ func socket(t *testing.T, d *testenv.Daemon, id, path string) *websocket.Conn {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	conn, _, err := websocket.Dial(ctx, "http://shard/v0/sandboxes/"+id+"/watch?recursive=true&path="+url.QueryEscape(path),
-		&websocket.DialOptions{HTTPClient: &http.Client{Transport: rawHTTP(d).Transport}})
+		&websocket.DialOptions{HTTPClient: &http.Client{Transport: rawHTTP(d).Transport},
+			HTTPHeader: http.Header{"Origin": {"https://page.example"}}}) // shard serve has allowed it, or not: not the daemon's to judge
 	if err != nil {
 		t.Fatalf("open a WebSocket: %v", err)
 	}

@@ -156,21 +156,27 @@ func TestExecBrokenStreamIsExplained(t *testing.T) {
 	}
 }
 
-func TestExecOutlivesTheDaemon(t *testing.T) {
-	d := start(t)
-	cmd := command(t, d, "exec", "box", "sh", "-c", "echo hello; exec sleep 100")
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.StdoutPipe()
+// speaking is a command line whose command has written n bytes.
+func speaking(t *testing.T, d *daemon, n int, args ...string) (cmd *exec.Cmd, out io.Closer, stderr *bytes.Buffer) {
+	t.Helper()
+	cmd, stderr = command(t, d, args...), new(bytes.Buffer)
+	cmd.Stderr = stderr
+	pipe, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := io.ReadFull(out, make([]byte, 6)); err != nil {
+	if _, err := io.ReadFull(pipe, make([]byte, n)); err != nil {
 		t.Fatal(err)
 	}
+	return cmd, pipe, stderr
+}
+
+func TestExecOutlivesTheDaemon(t *testing.T) {
+	d := start(t)
+	cmd, _, stderr := speaking(t, d, 6, "exec", "box", "sh", "-c", "echo hello; exec sleep 100")
 	d.die()
 	_ = cmd.Wait()
 	if code := cmd.ProcessState.ExitCode(); code != 1 || stderr.String() != "shard: the daemon went away; the command may run on in box as x1: look when the daemon is back\n" {
@@ -180,19 +186,7 @@ func TestExecOutlivesTheDaemon(t *testing.T) {
 
 func TestExecReaderGoesAway(t *testing.T) {
 	d := start(t)
-	cmd := command(t, d, "exec", "box", "sh", "-c", "yes")
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := io.ReadFull(out, make([]byte, 2)); err != nil {
-		t.Fatal(err)
-	}
+	cmd, out, stderr := speaking(t, d, 2, "exec", "box", "sh", "-c", "yes")
 	out.Close()
 	_ = cmd.Wait()
 	if code := cmd.ProcessState.ExitCode(); code != 1 || stderr.String() != "shard: nobody reads the output any more; the command runs on in box as x1\n" {
