@@ -164,7 +164,7 @@ func (s *Stream) Copy(stdout, stderr io.Writer) (*shard.ExitMessage, error) {
 			if err != nil {
 				return nil, s.broken(err)
 			}
-			return s.last(frame, append(raw, rest...))
+			return last[shard.ExitMessage](s, frame, append(raw, rest...))
 		default:
 			return nil, fmt.Errorf("the daemon sent a message of unknown kind %#x on a command's stream", frame)
 		}
@@ -190,7 +190,7 @@ func (s *Stream) pass(w io.Writer, r io.Reader, buf []byte, n int, err error) er
 }
 
 // last decodes the closing message and waits for the daemon's close, so that neither side sees a cut connection.
-func (s *Stream) last(frame byte, raw []byte) (*shard.ExitMessage, error) {
+func last[T any](s *Stream, frame byte, raw []byte) (*T, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, closeWait)
 	_, _, _ = s.conn.Read(ctx) // answers the close frame
 	cancel()
@@ -201,11 +201,11 @@ func (s *Stream) last(frame byte, raw []byte) (*shard.ExitMessage, error) {
 		}
 		return nil, detailError(body.Error)
 	}
-	var exit shard.ExitMessage
-	if err := json.Unmarshal(raw, &exit); err != nil {
-		return nil, fmt.Errorf("read the stream's exit message: %w", err)
+	var out T
+	if err := json.Unmarshal(raw, &out); err != nil {
+		return nil, fmt.Errorf("read the stream's last message: %w", err)
 	}
-	return &exit, nil
+	return &out, nil
 }
 
 func (s *Stream) broken(err error) error {

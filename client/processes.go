@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -110,29 +109,11 @@ func (p *ProcessStream) Copy(w io.Writer) (*shard.Process, error) {
 				return nil, &WriteError{Err: err}
 			}
 		case frameExit, frameError:
-			ctx, cancel := context.WithTimeout(p.s.ctx, closeWait)
-			_, _, _ = p.s.conn.Read(ctx) // answers the close frame
-			cancel()
-			return lastOfProcess(message[0], message[1:])
+			return last[shard.Process](&p.s, message[0], message[1:])
 		default:
 			return nil, fmt.Errorf("the daemon sent a message of unknown kind %#x on a process's stream", message[0])
 		}
 	}
-}
-
-func lastOfProcess(frame byte, raw []byte) (*shard.Process, error) {
-	if frame == frameError {
-		var e shard.ErrorBody
-		if err := json.Unmarshal(raw, &e); err != nil {
-			return nil, fmt.Errorf("read the stream's error message: %w", err)
-		}
-		return nil, detailError(e.Error)
-	}
-	var p shard.Process
-	if err := json.Unmarshal(raw, &p); err != nil {
-		return nil, fmt.Errorf("read the stream's last message: %w", err)
-	}
-	return &p, nil
 }
 
 // Close lets go of the process, which runs on.
