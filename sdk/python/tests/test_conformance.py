@@ -67,6 +67,7 @@ def test_scenario(client: Callable[..., Any], group: str, scenario: dict[str, An
         play(client, scenario, tmp_path, bytewise=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the remote is http")
 @pytest.mark.parametrize("scenario", [pytest.param(s, id=s["about"]) for _, s in SCENARIOS if "cut" in s])
 def test_cut_at_every_byte(client: Callable[..., Any], scenario: dict[str, Any], tmp_path: Path) -> None:

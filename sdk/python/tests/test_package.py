@@ -97,6 +97,7 @@ def test_generated_files_are_up_to_date(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(REPO / "sdk/python")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

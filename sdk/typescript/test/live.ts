@@ -14,6 +14,9 @@ import { Host, missing } from "./host.js";
 
 const MiB = 1 << 20;
 
+/** What `QUICK=1 ./check` runs of this. */
+const quick = ["commands end as they end", "in the background: leaving, finding again, replay", "files one by one", "watching a directory", "named processes"];
+
 /** Connections of this process, of whatever kind. */
 const connections = (): number => process.getActiveResourcesInfo().filter((name) => /Socket|TCP|TLS/.test(name)).length;
 
@@ -43,6 +46,7 @@ export function live(provider: string): void {
       rmSync(local, { recursive: true, force: true });
     });
     const it = (name: string, work: () => Promise<string | undefined | void>): void => {
+      if (process.env["QUICK"] && !quick.includes(name)) return;
       test(name, { timeout: 120_000 }, async (t) => {
         if (broken !== undefined) return t.skip(broken);
         const reason = await work();
@@ -292,16 +296,15 @@ export function live(provider: string): void {
     });
 
     it("watching a directory", async () => {
-      await box.files.mkdir("/root/watched");
+      await box.files.mkdir("/root/watched/d", { parents: true });
       const changes = await box.files.watch("/root/watched").open();
       const seen: string[] = [];
-      await box.exec("cd /root/watched; mkdir d; echo 1 > a; mv a d/b; rm -r d; rmdir ../watched");
+      await box.exec("cd /root/watched; echo 1 > a; mv a d/b; rm -r d; rmdir ../watched");
       for await (const event of changes) {
         assert.ok(event.path.startsWith("/root/watched") && Math.abs(event.time.getTime() - Date.now()) < 60_000);
         if (event.type !== "modified") seen.push(`${event.type} ${event.path}${event.movedFrom === null ? "" : ` from ${event.movedFrom}`}${event.isDir ? "/" : ""}`);
       }
       assert.deepEqual(seen, [
-        "created /root/watched/d/",
         "created /root/watched/a",
         "moved /root/watched/d/b from /root/watched/a",
         "deleted /root/watched/d/b",
