@@ -215,9 +215,19 @@ func (sb *sandbox) change(change func(*record) bool) error {
 	return nil
 }
 
+// allows says whether the sandbox's state allows the verb; of a failed one also why it failed.
+func (sb *sandbox) allows(verb shard.Verb) error {
+	s := &sb.record().Sandbox
+	err := shard.CheckVerb(s.Ref(), s.State, verb)
+	if err != nil && s.State == shard.StateFailed && s.FailedReason != "" {
+		return shard.Errorf(shard.CodeOf(err), "%w (it failed because %s)", err, s.FailedReason)
+	}
+	return err
+}
+
 // lock takes the sandbox's verb lock and checks that the verb is allowed, before waiting and again after it.
 func (sb *sandbox) lock(ctx context.Context, verb shard.Verb) (unlock func(), err error) {
-	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, verb); err != nil {
+	if err := sb.allows(verb); err != nil {
 		return nil, err
 	}
 	select {
@@ -230,7 +240,7 @@ func (sb *sandbox) lock(ctx context.Context, verb shard.Verb) (unlock func(), er
 		unlock()
 		return nil, notFound("sandbox", sb.ref())
 	}
-	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, verb); err != nil {
+	if err := sb.allows(verb); err != nil {
 		unlock()
 		return nil, err
 	}

@@ -422,7 +422,7 @@ func (e *Engine) ListExecs(ref string) ([]shard.Exec, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, shard.VerbExec); err != nil {
+	if err := sb.allows(shard.VerbExec); err != nil {
 		return nil, err
 	}
 	sb.mu.Lock()

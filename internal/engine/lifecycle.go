@@ -250,6 +250,13 @@ func (sb *sandbox) unwatch() []*Command {
 	return commands
 }
 
+// ending says whether the machine is gone or on its way out.
+func (sb *sandbox) ending() bool {
+	sb.mu.Lock()
+	defer sb.mu.Unlock()
+	return sb.live == nil || sb.live.expected.Load()
+}
+
 // session returns the session with the agent of a running sandbox; while there is none it waits for the watch to make one.
 func (sb *sandbox) session(ctx context.Context) (*guest.Session, error) {
 	ctx, cancel := context.WithTimeout(ctx, execTime)
@@ -265,7 +272,7 @@ func (sb *sandbox) session(ctx context.Context) (*guest.Session, error) {
 		sb.mu.Unlock()
 		switch {
 		case l == nil:
-			if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, shard.VerbExec); err != nil {
+			if err := sb.allows(shard.VerbExec); err != nil {
 				return nil, err
 			}
 			return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
@@ -301,7 +308,11 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
 	defer cancel()
 	sb.lastWords(l)
-	e.endLive(sb, "the sandbox ended")
+	why := "the sandbox ended"
+	if exit.OOM {
+		why = "the sandbox " + reasonOOM
+	}
+	e.endLive(sb, why)
 	if err := e.teardown(ctx, sb); err != nil {
 		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
 	}

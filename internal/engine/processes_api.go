@@ -85,7 +85,7 @@ func (e *Engine) KillProcess(ctx context.Context, ref, name string, force bool) 
 	if err != nil {
 		return nil, err
 	}
-	if err := shard.CheckVerb(sb.ref(), sb.record().Sandbox.State, shard.VerbKill); err != nil {
+	if err := sb.allows(shard.VerbKill); err != nil {
 		return nil, err
 	}
 	rec := sb.record()

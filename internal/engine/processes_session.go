@@ -124,7 +124,7 @@ func (sb *sandbox) openStates(session *guest.Session) (held []string, err error)
 				}
 				continue
 			}
-			if session.Err() == nil && ctx.Err() == nil {
+			if session.Err() == nil && ctx.Err() == nil && !sb.ending() {
 				sb.e.Log.Warn("the agent no longer says how processes stand", "sandbox", sb.id, "err", err)
 			}
 			return

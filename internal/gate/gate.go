@@ -132,7 +132,11 @@ func Listen(o Options) (_ *Gate, err error) {
 		}
 		o.Log.Warn("serving without TLS on an address that others can reach: tokens can be read on the way", "address", o.Listen)
 	}
-	if g.listener, err = net.ListenTCP("tcp", addr); err != nil {
+	network := "tcp"
+	if addr.IP.To4() != nil {
+		network = "tcp4" // 0.0.0.0 is not asking for IPv6
+	}
+	if g.listener, err = net.ListenTCP(network, addr); err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", o.Listen, err)
 	}
 	g.total = connectionLimit()

@@ -14,7 +14,8 @@ const installed = "/usr/local/libexec/shard"
 // Programs are the paths of the programs that providers need; one that is missing is empty.
 type Programs struct{ Init, Runsc, Runc string }
 
-// FindPrograms looks beside the running program, then where make install puts them, and for runc also in PATH.
+// FindPrograms looks beside the running program, then where make install puts them (in ../libexec/shard from there,
+// whatever the prefix), and for runc also in PATH.
 // SHARD_INIT_PATH names another shard-init.
 func FindPrograms() Programs {
 	var dirs []string
@@ -22,7 +23,7 @@ func FindPrograms() Programs {
 		if real, err := filepath.EvalSymlinks(self); err == nil {
 			self = real
 		}
-		dirs = append(dirs, filepath.Dir(self))
+		dirs = append(dirs, filepath.Dir(self), filepath.Join(filepath.Dir(self), "../libexec/shard"))
 	}
 	dirs = append(dirs, installed)
 	p := Programs{Init: os.Getenv("SHARD_INIT_PATH"), Runsc: find(dirs, "shard-runsc"), Runc: find(dirs, "runc")}
