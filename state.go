@@ -88,7 +88,12 @@ func CheckVerb(ref string, state State, verb Verb) error {
 	if !refused {
 		return nil
 	}
-	if verb == VerbRemove {
+	switch {
+	case verb == VerbStop && state == StateStopped:
+		return Errorf(code, "sandbox %q is stopped already", ref)
+	case code == CodeSandboxNotRunning && (state == StatePending || state == StateCreated):
+		return Errorf(code, "cannot %s in sandbox %q while it is %s: wait until it runs (inspect shows when)", verb, ref, state)
+	case verb == VerbRemove:
 		return Errorf(code, "sandbox %q is %s: stop it first, or remove it with force", ref, state)
 	}
 	return Errorf(code, "cannot %s sandbox %q while it is %s: %s", verb, ref, state, advice[code])

@@ -13,6 +13,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -189,6 +190,7 @@ func (a *API) fail(c *call, id, route string, err error) {
 	}
 	if public.Code == shard.CodeBodyTooLarge {
 		c.w.Header().Set("Connection", "close")
+		_ = http.NewResponseController(c.w).SetReadDeadline(time.Now()) // net/http would wait for the rest
 	}
 	_ = c.json(public.Code.Status(), shard.ErrorBody{Error: public})
 }
@@ -278,6 +280,9 @@ func (c *call) body(v any, optional bool) error {
 	}
 	if strings.TrimSpace(string(data))[0] != '{' {
 		return shard.Invalidf("the body is not a JSON object")
+	}
+	if err := exactKeys(json.NewDecoder(strings.NewReader(string(data))), reflect.TypeOf(v)); err != nil {
+		return err
 	}
 	dec := json.NewDecoder(strings.NewReader(string(data)))
 	dec.DisallowUnknownFields()

@@ -74,7 +74,8 @@ type Engine struct {
 	sandboxes map[string]*sandbox
 	names     map[string]string // name → id
 	ids       []string          // sorted
-	warnings  []string          // records that cannot be read
+	warnings  []string          // records that cannot be read, and other damage
+	damaged   map[string]string // id → why its record cannot be read
 	ports     portTable
 
 	execs    atomic.Int64 // commands that run, in all sandboxes
@@ -95,7 +96,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	e := &Engine{Config: cfg, records: records, sandboxes: make(map[string]*sandbox), names: make(map[string]string),
+	e := &Engine{Config: cfg, records: records, sandboxes: make(map[string]*sandbox), names: make(map[string]string), damaged: make(map[string]string),
 		probes: make(map[string]provider.Report)}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	if e.policies, err = e.openPolicies(); err != nil {
@@ -145,7 +146,8 @@ type record struct {
 	Token []byte `json:"token"`
 	// Handle is the provider's, while a machine runs.
 	Handle []byte `json:"handle,omitempty"`
-	// Intent is the verb under way, so that the next daemon finishes or undoes it: start, stop or remove.
+	// Intent is what is under way, so that the next daemon finishes or undoes it: start, stop, remove, or the cleanup after a
+	// machine that ended by itself.
 	Intent string `json:"intent,omitempty"`
 	// Prepared says that the files have been started once.
 	Prepared bool `json:"prepared,omitempty"`
@@ -267,6 +269,10 @@ func (e *Engine) find(ref string) (*sandbox, error) {
 	if sb, ok := e.sandboxes[ref]; ok {
 		return sb, nil
 	}
+	if why, ok := e.damaged[ref]; ok {
+		return nil, shard.Errorf(shard.CodeSandboxFailed, "the record of sandbox %q cannot be read: %s: mend it and restart the daemon, "+
+			"or remove the sandbox with force", ref, why)
+	}
 	if id, ok := e.names[ref]; ok {
 		if sb, ok := e.sandboxes[id]; ok {
 			return sb, nil
@@ -298,7 +304,12 @@ func (e *Engine) add(sb *sandbox) {
 	e.sandboxes[sb.id] = sb
 	e.ports.keep(&sb.record().Sandbox)
 	if name := sb.record().Sandbox.Name; name != "" {
-		e.names[name] = sb.id
+		if other, taken := e.names[name]; taken && other != sb.id { // only after damage to a record
+			e.warnings = append(e.warnings, fmt.Sprintf("sandboxes %q and %q have the same name %q: the second is reached by its id only",
+				other, sb.id, name))
+		} else {
+			e.names[name] = sb.id
+		}
 	}
 	if at, found := slices.BinarySearch(e.ids, sb.id); !found {
 		e.ids = slices.Insert(e.ids, at, sb.id)

@@ -99,7 +99,10 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	undo.push(func(ctx context.Context) error { return p.Destroy(ctx, spec) })
 	inst, err := p.Start(ctx, spec)
 	if err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "provider %s could not start the sandbox", p.Name())
+		if m := rec.Sandbox.Resources.MemoryMiB; m > 0 && m < fewMiB {
+			return shard.Wrap(shard.CodeInvalidRequest, err, "provider %s could not start the sandbox in %d MiB of memory: give it more", p.Name(), m)
+		}
+		return shard.Wrap(shard.CodeInternal, err, "provider %s could not start the sandbox: the daemon's log says why", p.Name())
 	}
 	undo.push(func(context.Context) error { return inst.Close() })
 	session, err := connect(ctx, inst, rec)
@@ -308,6 +311,10 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
 	defer cancel()
 	sb.lastWords(l)
+	// The record first: who was told of the end must not read that it runs. The next verb waits for the rest.
+	if err := sb.update(ended(exit)); err != nil {
+		e.Log.Error("store the end of a sandbox", "sandbox", sb.id, "err", err)
+	}
 	why := "the sandbox ended"
 	if exit.OOM {
 		why = "the sandbox " + reasonOOM
@@ -316,10 +323,13 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	if err := e.teardown(ctx, sb); err != nil {
 		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
 	}
-	if err := sb.update(ended(exit)); err != nil {
-		e.Log.Error("store the end of a sandbox", "sandbox", sb.id, "err", err)
+	if err := sb.update(func(r *record) { r.Intent = "" }); err != nil {
+		e.Log.Error("store that a sandbox is cleaned up", "sandbox", sb.id, "err", err)
 	}
 }
+
+// fewMiB: a start that fails with less memory than this most likely fails for want of it.
+const fewMiB = 32
 
 // dying is how long a machine may take to end after its channel has.
 const dying = 300 * time.Millisecond
@@ -333,7 +343,7 @@ const (
 // ended changes a record to that of a sandbox that ended by itself.
 func ended(exit provider.Exit) func(*record) {
 	return func(r *record) {
-		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateStopped, reasonDied, nil, ""
+		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateStopped, reasonDied, nil, "cleanup"
 		r.processesDown()
 		if exit.OOM {
 			oomKilled(r, time.Now().UTC().Truncate(time.Microsecond))
@@ -500,6 +510,11 @@ func (e *Engine) quiet(ctx context.Context, sb *sandbox) {
 
 // Remove deletes a sandbox and its files. With force a live one is ended first, without the grace of a stop.
 func (e *Engine) Remove(ctx context.Context, ref string, force bool) error {
+	if force {
+		if damaged, err := e.eraseDamaged(ctx, ref); damaged {
+			return err
+		}
+	}
 	sb, err := e.find(ref)
 	if err != nil {
 		return err

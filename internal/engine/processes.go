@@ -180,6 +180,7 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 			return r, nil
 		}
 		w.Cancel()
+		err = sb.explain(err)
 	}
 	switch shard.CodeOf(err) {
 	case shard.CodeCommandNotStarted, shard.CodeInvalidRequest, shard.CodeNameTaken, shard.CodeSandboxNotRunning, shard.CodeExecLimit:

@@ -102,7 +102,7 @@ func (e *Engine) KillProcess(ctx context.Context, ref, name string, force bool) 
 	if force {
 		args.GraceMillis = 0
 	}
-	err = session.Call(ctx, guest.OpKill, args, nil)
+	err = sb.explain(session.Call(ctx, guest.OpKill, args, nil))
 	if shard.CodeOf(err) == shard.CodeNotFound {
 		err = sb.lost(name, id)
 	}

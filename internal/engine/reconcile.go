@@ -1,9 +1,11 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 
@@ -16,18 +18,21 @@ import (
 // reconcile makes every record true: it finds out what runs, finishes stops and removes, and undoes creates and starts
 // that an earlier daemon left half done.
 func (e *Engine) reconcile(ctx context.Context) error {
-	records, unreadable, hollow, err := e.records.All()
+	records, bad, hollow, err := e.records.All()
 	if err != nil {
 		return err
 	}
 	spared := make(map[string]bool) // what an unreadable record may stand for is not touched
-	for _, u := range unreadable {
+	for _, u := range bad {
 		spared[u.Key] = true
-		e.warnings = append(e.warnings, fmt.Sprintf("the record of sandbox %q cannot be read: %s", u.Key, u.Reason))
+		e.damaged[u.Key] = u.Reason
+		e.warnings = append(e.warnings, unreadable(u.Key, u.Reason))
 		e.Log.Error("unreadable record", "sandbox", u.Key, "reason", u.Reason)
 	}
-	for id, rec := range records {
-		e.add(e.newSandbox(id, rec))
+	for _, id := range slices.SortedFunc(maps.Keys(records), func(a, b string) int {
+		return cmp.Or(records[a].Sandbox.CreatedAt.Compare(records[b].Sandbox.CreatedAt), cmp.Compare(a, b))
+	}) {
+		e.add(e.newSandbox(id, records[id]))
 	}
 	alive := func(id string) bool {
 		rec, ok := records[id]
@@ -66,13 +71,11 @@ func (e *Engine) reconcile(ctx context.Context) error {
 	}
 	_ = g.Wait()
 	for _, id := range hollow { // the record was not yet, or no longer, there
-		sb := e.newSandbox(id, &record{Sandbox: shard.Sandbox{ID: id}})
-		for _, p := range e.Providers {
-			if err := p.Destroy(ctx, sb.spec(sb.record())); err != nil {
-				e.Log.Error("clean up a sandbox without a record", "sandbox", id, "err", err)
-			}
+		if !shard.IsID(id) {
+			e.Log.Warn("something that is no sandbox lies among them", "name", id)
+			continue
 		}
-		if err := errors.Join(e.Roots.Unmount(ctx, sb.dir), e.deleteFiles(sb)); err != nil {
+		if err := e.erase(ctx, id); err != nil {
 			e.Log.Error("clean up a sandbox without a record", "sandbox", id, "err", err)
 		}
 	}
@@ -88,6 +91,38 @@ func (e *Engine) reconcile(ctx context.Context) error {
 		e.Log.Error("sweep cgroups", "err", err)
 	}
 	return nil
+}
+
+// erase removes everything of a sandbox of which only the id is known.
+func (e *Engine) erase(ctx context.Context, id string) error {
+	sb := e.newSandbox(id, &record{Sandbox: shard.Sandbox{ID: id}})
+	var errs []error
+	for _, p := range e.Providers {
+		errs = append(errs, p.Destroy(ctx, sb.spec(sb.record())))
+	}
+	return errors.Join(append(errs, e.Net.Detach(ctx, id), e.Roots.Unmount(ctx, sb.dir), e.deleteFiles(sb))...)
+}
+
+// eraseDamaged removes a sandbox whose record cannot be read; false if ref is not the id of one.
+func (e *Engine) eraseDamaged(ctx context.Context, ref string) (bool, error) {
+	e.mu.Lock()
+	why, ok := e.damaged[ref]
+	e.mu.Unlock()
+	if !ok {
+		return false, nil
+	}
+	if err := e.erase(context.WithoutCancel(ctx), ref); err != nil {
+		return true, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be removed whole: try again", ref)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.damaged, ref)
+	e.warnings = slices.DeleteFunc(e.warnings, func(w string) bool { return w == unreadable(ref, why) })
+	return true, nil
+}
+
+func unreadable(id, why string) string {
+	return fmt.Sprintf("the record of sandbox %q cannot be read: %s; mend it and restart the daemon, or remove the sandbox with force", id, why)
 }
 
 func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
@@ -106,6 +141,9 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 			r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
 			r.processesDown()
 		}))
+	case rec.Intent == "cleanup":
+		err := e.teardown(ctx, sb)
+		return errors.Join(err, sb.update(func(r *record) { r.Intent = "" }))
 	case rec.Intent == "start":
 		err := e.teardown(ctx, sb)
 		return errors.Join(err, sb.update(func(r *record) { r.Intent, r.Handle = "", nil }))
@@ -133,6 +171,7 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 	err = e.teardown(ctx, sb)
 	return errors.Join(err, sb.update(func(r *record) {
 		ended(exit)(r)
+		r.Intent = ""
 		if !exit.OOM {
 			r.Sandbox.StoppedReason = reasonGone
 		}

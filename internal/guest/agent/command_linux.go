@@ -274,7 +274,7 @@ func (a *agent) launch(c *command, argv []string, dir string, attr *syscall.Proc
 			return notStarted(126, "cannot run %s: its interpreter is missing", shard.Quote(name))
 		case errors.Is(err, unix.ENOEXEC):
 			return notStarted(126, "cannot run %s: it is neither a program of this machine nor a script with #!", shard.Quote(name))
-		case errors.Is(err, unix.E2BIG):
+		case errors.Is(err, unix.E2BIG), errors.Is(err, unix.ENAMETOOLONG): // gVisor says the second
 			return notStarted(126, "cannot run %s: its arguments and environment are too large", shard.Quote(name))
 		case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ENOMEM):
 			return shard.Wrap(shard.CodeInternal, err, "the sandbox has no room for another process: %s", err.Error())

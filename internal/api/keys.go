@@ -1,0 +1,69 @@
+package api
+
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+
+	"github.com/useshards/shard"
+)
+
+// exactKeys refuses what encoding/json forgives: a field's name in another case, and a field given twice. It reads one
+// value that is decoded into t; anything else that is wrong with it is left to the decoder.
+func exactKeys(dec *json.Decoder, t reflect.Type) error {
+	tok, err := dec.Token()
+	if err != nil {
+		return nil
+	}
+	for t != nil && t.Kind() == reflect.Pointer {
+		t = t.Elem()
+	}
+	switch tok {
+	case json.Delim('['):
+		var elem reflect.Type
+		if t != nil && t.Kind() == reflect.Slice {
+			elem = t.Elem()
+		}
+		for dec.More() {
+			if err := exactKeys(dec, elem); err != nil {
+				return err
+			}
+		}
+		_, _ = dec.Token()
+	case json.Delim('{'):
+		seen := make(map[string]bool)
+		for dec.More() {
+			key, err := dec.Token()
+			name, isString := key.(string)
+			if err != nil || !isString {
+				return nil
+			}
+			if seen[name] {
+				return shard.Invalidf("field %s is given twice", shard.Quote(name))
+			}
+			seen[name] = true
+			field, known := fieldOf(t, name)
+			if !known {
+				return shard.Invalidf("field %s is not known here", shard.Quote(name))
+			}
+			if err := exactKeys(dec, field); err != nil {
+				return err
+			}
+		}
+		_, _ = dec.Token()
+	}
+	return nil
+}
+
+// fieldOf finds the type of a field by its exact name. Where no struct is expected any name will do.
+func fieldOf(t reflect.Type, name string) (reflect.Type, bool) {
+	if t == nil || t.Kind() != reflect.Struct {
+		return nil, true
+	}
+	for _, f := range reflect.VisibleFields(t) {
+		if tag, _, _ := strings.Cut(f.Tag.Get("json"), ","); tag == name {
+			return f.Type, true
+		}
+	}
+	return nil, false
+}
