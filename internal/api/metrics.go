@@ -157,6 +157,17 @@ func (a *API) sandboxMetrics(w *exposition) {
 	}
 	w.one("shard_unreadable_records", "gauge", "Records of sandboxes that cannot be read.", float64(len(warnings)))
 	w.one("shard_execs_running", "gauge", "Commands that run now.", float64(a.Engine.RunningExecs()))
+	disks, networks := a.Engine.PoolLevels()
+	w.family("shard_pool_ready", "gauge", "What is prepared for the next creates.")
+	w.sample("shard_pool_ready", labels{"kind", "disk"}, float64(disks))
+	w.sample("shard_pool_ready", labels{"kind", "network"}, float64(networks))
+	verdicts := a.Engine.EgressVerdicts()
+	w.family("shard_egress_decisions_total", "counter", "Decisions about what sandboxes with a policy may reach, by who decided and how.")
+	for _, source := range []string{"dns", "host", "proxy"} {
+		for _, verdict := range []string{shard.EgressAllow, shard.EgressDeny} {
+			w.sample("shard_egress_decisions_total", labels{"source", source, "verdict", verdict}, float64(verdicts[[2]string{source, verdict}]))
+		}
+	}
 }
 
 func (a *API) requestMetrics(w *exposition) {

@@ -39,6 +39,7 @@ type Enforcer struct {
 	// asking bounds the questions to nameservers that are under way.
 	asking chan struct{}
 	proxy  *Proxy
+	tally  tally
 
 	mu       sync.Mutex // guards the maps; nothing is called while it is held
 	wards    map[string]*ward

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"sync"
@@ -40,7 +41,8 @@ const (
 
 // journal is the log of one sandbox. It writes at once and from the caller's goroutine: who floods waits for itself.
 type journal struct {
-	dir string
+	tally *tally
+	dir   string
 
 	mu      sync.Mutex
 	f       *os.File // nil while nobody writes
@@ -64,7 +66,7 @@ func (e *Enforcer) journal(id string) *journal {
 	defer e.mu.Unlock()
 	j := e.journals[id]
 	if j == nil {
-		j = &journal{dir: e.cfg.Dir(id), changed: make(chan struct{}), bounds: map[string]*bound{}}
+		j = &journal{dir: e.cfg.Dir(id), tally: &e.tally, changed: make(chan struct{}), bounds: map[string]*bound{}}
 		e.journals[id] = j
 	}
 	return j
@@ -81,11 +83,34 @@ func (e *Enforcer) Forget(id string) {
 	}
 }
 
+// tally counts decisions by source and verdict, in all sandboxes, whether or not they were written down.
+type tally struct {
+	mu   sync.Mutex
+	seen map[[2]string]int64
+}
+
+func (t *tally) count(d shard.EgressDecision) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.seen == nil {
+		t.seen = make(map[[2]string]int64)
+	}
+	t.seen[[2]string{d.Source, d.Verdict}]++
+}
+
+// Verdicts returns how many decisions there were since the daemon began, by source and verdict.
+func (e *Enforcer) Verdicts() map[[2]string]int64 {
+	e.tally.mu.Lock()
+	defer e.tally.mu.Unlock()
+	return maps.Clone(e.tally.seen)
+}
+
 // Record writes down a decision about a sandbox. When it fails, what was decided must not be done: nothing goes unseen.
 func (e *Enforcer) Record(id string, d shard.EgressDecision) error { return e.journal(id).write(d) }
 
 // write writes every decision down, or says why not.
 func (j *journal) write(d shard.EgressDecision) error {
+	j.tally.count(d)
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.append(d)
@@ -93,6 +118,7 @@ func (j *journal) write(d shard.EgressDecision) error {
 
 // note is write for decisions that a sandbox can cause by the thousands: those above a rate are counted.
 func (j *journal) note(d shard.EgressDecision) {
+	j.tally.count(d)
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	now := time.Now()

@@ -32,6 +32,8 @@ type Enforcer interface {
 	Decisions(sandboxID string) (newest []json.RawMessage, cut int, live LiveDecisions, err error)
 	// Forget ends all readers of a sandbox that is being removed. Idempotent.
 	Forget(sandboxID string)
+	// Verdicts counts all decisions since the daemon began, by source and verdict.
+	Verdicts() map[[2]string]int64
 }
 
 // LiveDecisions reads decisions as they are made. Next waits; io.EOF is the end of the log.

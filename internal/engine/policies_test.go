@@ -46,6 +46,8 @@ func (l *ledger) Decisions(string) ([]json.RawMessage, int, LiveDecisions, error
 
 func (l *ledger) Forget(string) {}
 
+func (l *ledger) Verdicts() map[[2]string]int64 { return nil }
+
 // policyEngine is an engine that can do everything about policies and nothing else.
 func policyEngine(t *testing.T, boxes int) (*Engine, *ledger) {
 	t.Helper()

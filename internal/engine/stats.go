@@ -3,6 +3,17 @@ package engine
 // RunningExecs is how many commands run now, in all sandboxes.
 func (e *Engine) RunningExecs() int64 { return e.execs.Load() }
 
+// EgressVerdicts counts the egress decisions since the daemon began, by source and verdict.
+func (e *Engine) EgressVerdicts() map[[2]string]int64 {
+	if e.Enforcer == nil {
+		return nil
+	}
+	return e.Enforcer.Verdicts()
+}
+
+// PoolLevels is how many disks and networks are ready for the next creates.
+func (e *Engine) PoolLevels() (disks, networks int) { return e.Roots.Ready(), e.Net.Ready() }
+
 // ProviderNames are the providers that a create can ask for.
 func (e *Engine) ProviderNames() []string {
 	names := make([]string, 0, len(e.Providers))

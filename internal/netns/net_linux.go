@@ -316,6 +316,9 @@ func (n *Net) Attach(ctx context.Context, id string) (_ Attachment, err error) {
 	return Attachment{}, fmt.Errorf("attach the network of %s: %w", id, err)
 }
 
+// Ready is how many finished links wait in the pool, but for the one that its owner holds.
+func (n *Net) Ready() int { return len(n.ready) }
+
 // obtain returns a finished link for the box: of its own slot if it has a lease, else from the pool or a new one.
 func (n *Net) obtain(b *box) (l *link, fresh bool, err error) {
 	if b.slot >= 0 {

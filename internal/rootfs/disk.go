@@ -163,13 +163,19 @@ func (m *Manager) offerDisk(ctx context.Context) bool {
 		}
 		return pause(ctx, poolRetry) == nil
 	}
+	m.level.Add(1)
 	select {
 	case m.ready <- path:
+		m.level.Add(-1)
 		return pause(ctx, poolRest) == nil
 	case <-ctx.Done():
+		m.level.Add(-1)
 		return false // Close removes the file
 	}
 }
+
+// Ready is how many disks of the default size are prepared for the next Create.
+func (m *Manager) Ready() int { return int(m.level.Load()) }
 
 func (m *Manager) readyDisk(ctx context.Context) (string, error) {
 	if err := m.checkSize(m.templates, DefaultDiskMiB); err != nil {

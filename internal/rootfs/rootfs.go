@@ -66,6 +66,7 @@ type Manager struct {
 
 	making  singleflight.Group     // one mkfs per size at a time
 	version atomic.Pointer[string] // of mkfs, once known
+	level   atomic.Int64           // disks in the pool
 	ready   chan string            // a prepared disk of DefaultDiskMiB
 	cancel  context.CancelFunc     // ends the owner of ready
 	done    sync.WaitGroup

@@ -16,7 +16,7 @@ type Programs struct{ Init, Runsc, Runc string }
 
 // FindPrograms looks beside the running program, then where make install puts them (in ../libexec/shard from there,
 // whatever the prefix), and for runc also in PATH.
-// SHARD_INIT_PATH names another shard-init.
+// SHARD_INIT_PATH, SHARD_RUNSC_PATH and SHARD_RUNC_PATH name other programs, such as the system's own runsc.
 func FindPrograms() Programs {
 	var dirs []string
 	if self, err := os.Executable(); err == nil {
@@ -26,9 +26,11 @@ func FindPrograms() Programs {
 		dirs = append(dirs, filepath.Dir(self), filepath.Join(filepath.Dir(self), "../libexec/shard"))
 	}
 	dirs = append(dirs, installed)
-	p := Programs{Init: os.Getenv("SHARD_INIT_PATH"), Runsc: find(dirs, "shard-runsc"), Runc: find(dirs, "runc")}
-	if p.Init == "" {
-		p.Init = find(dirs, "shard-init")
+	p := Programs{Init: os.Getenv("SHARD_INIT_PATH"), Runsc: os.Getenv("SHARD_RUNSC_PATH"), Runc: os.Getenv("SHARD_RUNC_PATH")}
+	for name, path := range map[string]*string{"shard-init": &p.Init, "shard-runsc": &p.Runsc, "runc": &p.Runc} {
+		if *path == "" {
+			*path = find(dirs, name)
+		}
 	}
 	if p.Runc == "" {
 		if path, err := exec.LookPath("runc"); err == nil {
