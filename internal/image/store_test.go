@@ -111,10 +111,10 @@ func TestDamage(t *testing.T) {
 	}
 	for what, path := range damage {
 		for how, content := range map[string]string{"cut": `{"version":1,`, "gone": "", "binary": "\x00\x01", "newer": `{"version":99}`, "empty": `{"version":1}`} {
+			if what == "files" && how != "gone" || what == "reference" && how == "gone" {
+				continue // files are there or not; a reference that is gone is no damage
+			}
 			t.Run(what+" "+how, func(t *testing.T) {
-				if what == "files" && how != "gone" || what == "reference" && how == "gone" {
-					t.SkipNow()
-				}
 				s, _, a, b, c := threeImages(t)
 				file := path(s, c)
 				if err := os.RemoveAll(file); err != nil {
