@@ -61,6 +61,15 @@ func logOf(t *testing.T, c *client.Client, id, name string) string {
 	return string(all)
 }
 
+// logs waits until the log of a process is this.
+func logs(t *testing.T, c *client.Client, id, name, want string) {
+	t.Helper()
+	testenv.Eventually(t, "the log of "+name, func() (bool, string) {
+		got := logOf(t, c, id, name)
+		return got == want, fmt.Sprintf("%q, want %q", got, want)
+	})
+}
+
 // states are those of a sandbox's processes, by name.
 func states(t *testing.T, c *client.Client, id string) map[string]string {
 	t.Helper()
@@ -138,6 +147,7 @@ func TestCase018(t *testing.T) {
 		fill := func(id string, policies ...string) {
 			for _, policy := range policies {
 				mustRun(t, c, id, runs(policy, policy, "sh", "-c", "echo begin; sleep 600"))
+				logs(t, c, id, policy, "begin\n")
 			}
 			mustRun(t, c, id, runs("killed", "", "sleep", "600"))
 			if _, err := c.KillProcess(t.Context(), id, "killed", false); err != nil {
@@ -177,9 +187,7 @@ func TestCase018(t *testing.T) {
 		if got := states(t, c, down); !equal(got, map[string]string{"no": "stopped", "on-failure": "stopped", "unless-stopped": "running", "killed": "killed"}) {
 			t.Errorf("in the sandbox that was started: %v", got)
 		}
-		if log := logOf(t, c, down, "unless-stopped"); log != "begin\nbegin\n" {
-			t.Errorf("the log over both starts: %q", log)
-		}
+		logs(t, c, down, "unless-stopped", "begin\nbegin\n")
 		if log := logOf(t, c, down, "no"); log != "begin\n" {
 			t.Errorf("the log of the one that stays down: %q", log)
 		}

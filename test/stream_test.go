@@ -181,6 +181,20 @@ func (s *rawSocket) all() (out [3]string, last string, code int) {
 	}
 }
 
+// until reads output until it holds what is awaited.
+func (s *rawSocket) until(want string) {
+	s.t.Helper()
+	for got := ""; !strings.Contains(got, want); {
+		op, p, err := s.frame()
+		if err != nil {
+			s.t.Fatalf("before %q: %v; %q", want, err, got)
+		}
+		if op == opBinary && len(p) > 0 && p[0] == 1 {
+			got += string(p[1:])
+		}
+	}
+}
+
 // run starts a command by the API.
 func run(t testing.TB, d *testenv.Daemon, box string, req shard.ExecRequest) string {
 	t.Helper()

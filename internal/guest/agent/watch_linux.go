@@ -261,6 +261,13 @@ func (w *watcher) moved(from *watched, fromName string, to *watched, toName stri
 	fromPath, fromOK := w.path(from, fromName)
 	toPath, toOK := w.path(to, toName)
 	node, known := from.children[fromName], to.seen[toName]
+	if node != nil && to.below(node) {
+		// Nothing moves into itself: node has come to the old name after this, and a scan found it there before its event.
+		if w.gone(to, toName); toOK && !known {
+			w.out.add(shard.FileCreated, toPath, "", dir)
+		}
+		return w.enter(to, toName)
+	}
 	delete(from.seen, fromName)
 	delete(to.seen, toName)
 	switch {
@@ -296,6 +303,16 @@ func (w *watcher) moved(from *watched, fromName string, to *watched, toName stri
 	// Names are reused faster than events are read: node may be a later directory than the one that has moved. If so,
 	// attach finds another here.
 	return w.enter(to, toName)
+}
+
+// below tells whether a directory is top or in it.
+func (n *watched) below(top *watched) bool {
+	for ; n != nil; n = n.parent {
+		if n == top {
+			return true
+		}
+	}
+	return false
 }
 
 // gone notes that a name is no longer in a directory.
@@ -525,10 +542,8 @@ func (w *watcher) attach(parent *watched, name string, fd int) (*watched, standi
 		w.place(n, parent, name)
 		return n, dirFresh, nil
 	}
-	for p := parent; p != nil; p = p.parent {
-		if p == n {
-			return nil, dirAbsent, nil // a mount shows the tree a directory above
-		}
+	if parent.below(n) {
+		return nil, dirAbsent, nil // a mount shows the tree a directory above
 	}
 	if n.round != w.round { // a sync looks at everything anew
 		n.round = w.round
@@ -538,10 +553,13 @@ func (w *watcher) attach(parent *watched, name string, fd int) (*watched, standi
 	if n.parent == parent && n.name == name {
 		return n, dirKnown, nil
 	}
-	from, _ := w.path(n, "")
+	from, told := w.path(n, "")
 	w.unlink(n) // it may be below the one that it replaces
 	w.replace(parent, name)
 	w.place(n, parent, name)
+	if !told {
+		return n, dirFresh, nil // its old path was too long to be reported
+	}
 	w.saw(parent, name)
 	if path, ok := w.path(n, ""); ok {
 		w.out.add(shard.FileMoved, path, from, true)
