@@ -34,13 +34,14 @@ var house = map[string]room{
 	"internal/token": {ours: []string{""}, theirs: []string{"github.com/golang-jwt/jwt/v5", "golang.org/x/sys/"}},
 
 	"internal/daemon": {ours: []string{"", "internal/api", "internal/engine", "internal/store", "internal/stream", "internal/image",
-		"internal/rootfs", "internal/netns", "internal/egress", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest"},
+		"internal/rootfs", "internal/netns", "internal/egress", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest", "internal/secret"},
 		theirs: []string{"golang.org/x/"}},
 	"internal/api": {ours: []string{"", "internal/engine", "internal/stream", "internal/guest", "internal/image"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/"}},
 	"internal/engine": {ours: []string{"", "internal/store", "internal/stream", "internal/image", "internal/rootfs", "internal/netns",
-		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy"}, theirs: []string{"golang.org/x/"}},
+		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy", "internal/secret"}, theirs: []string{"golang.org/x/"}},
 	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
-	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns"}, theirs: []string{"github.com/miekg/dns", "github.com/vishvananda/", "golang.org/x/"}},
+	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns", "internal/secret"}, theirs: []string{"github.com/miekg/dns", "github.com/vishvananda/", "golang.org/x/"}},
+	"internal/secret": {ours: []string{"", "internal/policy", "internal/store"}, theirs: []string{"golang.org/x/net/publicsuffix"}},
 	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 

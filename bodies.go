@@ -92,6 +92,22 @@ type AttachPolicyRequest struct {
 	Policy string `json:"policy"`
 }
 
+// SecretList is one page of secrets, without their values.
+type SecretList struct {
+	Secrets  []Secret `json:"secrets"`
+	Next     *string  `json:"next"`
+	Warnings []string `json:"warnings,omitempty"`
+}
+
+// PutSecretRequest makes a secret or replaces its value. What is left out stays as it is: a new secret needs destinations,
+// and gets the placeholder mock-NAME. OnMisuse is none, pause or stop.
+type PutSecretRequest struct {
+	Value        string   `json:"value"`
+	Destinations []string `json:"destinations,omitempty"`
+	Placeholder  string   `json:"placeholder,omitempty"`
+	OnMisuse     string   `json:"on_misuse,omitempty"`
+}
+
 // PullRequest names the image to pull.
 type PullRequest struct {
 	Ref string `json:"ref"`

@@ -189,6 +189,15 @@ const (
 	DNSClosed = "closed"
 )
 
+// Secret is what can be seen of a secret: never its value. OnMisuse is pause or stop, and empty where a misuse is only counted.
+type Secret struct {
+	Name         string    `json:"name"`
+	Destinations []string  `json:"destinations"`
+	Placeholder  string    `json:"placeholder"`
+	OnMisuse     string    `json:"on_misuse,omitempty"`
+	UpdatedAt    time.Time `json:"updated_at"`
+}
+
 // PolicyRule is a rule as a person writes it: an action, allow or deny, and `DEST [tcp|udp[:PORTS]]`.
 type PolicyRule struct {
 	Action string `json:"action"`
