@@ -33,7 +33,9 @@ type portTable struct {
 	owners map[int]string // host port → sandbox id
 
 	once  sync.Once
-	slots chan struct{} // one for each connection
+	slots chan struct{} // one for each descriptor of a connection
+
+	passing
 }
 
 // all gives the slots.

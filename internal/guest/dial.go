@@ -117,14 +117,14 @@ func (st *Stream) roomFor(c syscall.RawConn) (int, error) {
 		if !late {
 			return room, err
 		}
-		if wasReset(c) {
+		if WasReset(c) {
 			st.giveUp(syscall.ECONNRESET)
 		}
 	}
 }
 
-// wasReset says whether the connection is broken. That both its halves were closed in order does not count.
-func wasReset(c syscall.RawConn) (reset bool) {
+// WasReset says whether the connection is broken. That both its halves were closed in order does not count.
+func WasReset(c syscall.RawConn) (reset bool) {
 	_ = c.Control(func(fd uintptr) {
 		p := []unix.PollFd{{Fd: int32(fd)}}
 		n, _ := unix.Poll(p, 0)

@@ -4,6 +4,7 @@ package netns
 
 import (
 	"context"
+	"net"
 	"net/netip"
 	"time"
 
@@ -34,6 +35,11 @@ func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error
 
 func (*Net) Attachment(context.Context, string) (Attachment, bool, error) {
 	return Attachment{}, false, unsupported()
+}
+
+// DialLoopback exists on Linux only.
+func (*Net) DialLoopback(context.Context, string, int) (*net.TCPConn, error) {
+	return nil, unsupported()
 }
 
 func (*Net) Restrict(context.Context, string, Rules, map[int]map[netip.Addr]time.Time) error {

@@ -48,6 +48,12 @@ type Forker interface {
 // Swapper is a provider whose sandboxes can have swap.
 type Swapper interface{ Swap() }
 
+// Networked is a provider that can let its guests use the host's network stack, in the namespace of Spec.Netns.
+type Networked interface {
+	// SharesLoopback says that the guest's 127.0.0.1 is that of Spec.Netns, where the host can dial it itself.
+	SharesLoopback() bool
+}
+
 // Report is the result of a Probe.
 type Report struct {
 	Available bool

@@ -40,6 +40,8 @@ type flavour struct {
 	dial func(context.Context, *Instance) (net.Conn, error)
 	// helpers finds the processes without which the machine is of no use.
 	helpers func(*Instance) ([]process, error)
+	// loopback: guests use the host's network stack.
+	loopback bool
 	// refuses says why a runtime that describes itself so cannot be used, or "".
 	refuses func(version) string
 	// install says what to do when the runtime is missing.
@@ -48,14 +50,15 @@ type flavour struct {
 
 var flavours = map[string]flavour{
 	Runc: {
-		name:    Runc,
-		flags:   func(provider.Spec) []string { return nil },
-		adjust:  adjustRunc,
-		limits:  runcLimits,
-		channel: listen,
-		dial:    func(ctx context.Context, i *Instance) (net.Conn, error) { return dialSocket(ctx, i.spec.Dir) },
-		refuses: refuseRunc,
-		install: "install runc 1.1 or later",
+		name:     Runc,
+		flags:    func(provider.Spec) []string { return nil },
+		adjust:   adjustRunc,
+		limits:   runcLimits,
+		channel:  listen,
+		dial:     func(ctx context.Context, i *Instance) (net.Conn, error) { return dialSocket(ctx, i.spec.Dir) },
+		refuses:  refuseRunc,
+		loopback: true,
+		install:  "install runc 1.1 or later",
 	},
 	GVisor: {
 		name:    GVisor,

@@ -101,6 +101,9 @@ func New(name string, o Options) (*OCI, error) {
 // Name implements provider.Provider.
 func (p *OCI) Name() string { return p.flavour.name }
 
+// SharesLoopback implements provider.Networked.
+func (p *OCI) SharesLoopback() bool { return p.flavour.loopback }
+
 // Start implements provider.Provider.
 func (p *OCI) Start(ctx context.Context, spec provider.Spec) (_ provider.Instance, err error) {
 	if err := p.check(spec); err != nil {
