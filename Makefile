@@ -84,7 +84,7 @@ sdk: build
 		else echo "skipped: sdk/typescript: it needs node 20.3 or later with npm" >&2; fi
 
 test: build check sdk
-	$(GO) test -json -timeout 40m $(TESTFLAGS) ./... | $(GO) run ./tools/report
+	$(GO) test -json -timeout 40m $(TESTFLAGS) ./... | $(GO) run ./tools/report $(if $(STRICT),,-again 5)
 
 demo: build
 	demo/run

@@ -1,15 +1,23 @@
 // Report reads what `go test -json` writes and tells a person what matters: the output of what failed, each skip with
 // its reason, what took long, and last a line that counts. It exits 1 when something failed or nothing ran.
 //
-//	go test -json ./... | go run ./tools/report
+// With -again N, up to N failed tests run once more, one at a time: real kernels on a busy host make some fail that are not
+// broken. What passes then is reported as flaky, with what it said when it failed; it is a fault still, of the test or of
+// what it tests. A test that fails twice has failed.
+//
+//	go test -json ./... | go run ./tools/report -again 5
 package main
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -36,21 +44,99 @@ type outcome struct {
 }
 
 func main() {
-	if err := report(os.Stdin, os.Stdout); err != nil {
+	again := flag.Int("again", 0, "run up to this `number` of failed tests once more")
+	flag.Parse()
+	if err := report(os.Stdin, os.Stdout, *again, goTest); err != nil {
 		fmt.Fprintln(os.Stderr, "report:", err)
 		os.Exit(1)
 	}
 }
 
-func report(r io.Reader, w io.Writer) error {
-	tests := make(map[string]*outcome)
-	get := func(pkg, test string) *outcome {
-		key := pkg + " " + test
-		if tests[key] == nil {
-			tests[key] = &outcome{pkg: pkg, test: test}
-		}
-		return tests[key]
+// outcomes are those of tests and packages, by "package test".
+type outcomes map[string]*outcome
+
+func (all outcomes) get(pkg, test string) *outcome {
+	key := pkg + " " + test
+	if all[key] == nil {
+		all[key] = &outcome{pkg: pkg, test: test}
 	}
+	return all[key]
+}
+
+func report(r io.Reader, w io.Writer, again int, run func(pkg, test string) io.Reader) error {
+	all := read(r, w)
+	flaky(w, all, again, run)
+	return tell(w, all)
+}
+
+// goTest runs one test by itself.
+func goTest(pkg, test string) io.Reader {
+	cmd := exec.Command("go", "test", "-json", "-count=1", "-timeout", "15m", "-run", "^"+regexp.QuoteMeta(test)+"$", pkg)
+	out, _ := cmd.Output() // what it says tells whether it passed
+	return bytes.NewReader(out)
+}
+
+// flaky runs failed tests again, when they are few, and puts the new outcome in the place of the old one where they pass.
+func flaky(w io.Writer, all outcomes, most int, run func(pkg, test string) io.Reader) {
+	top := make(map[string][]string) // package → its failed tests
+	var count int
+	for _, o := range all {
+		o.settle()
+		if o.action == "fail" && o.test != "" && !strings.Contains(o.test, "/") {
+			top[o.pkg] = append(top[o.pkg], o.test)
+			count++
+		}
+	}
+	if count > most {
+		return
+	}
+	for pkg, tests := range top {
+		healed := 0
+		for _, test := range tests {
+			fresh := read(run(pkg, test), io.Discard)
+			if o := fresh[pkg+" "+test]; o == nil || o.action != "pass" {
+				continue
+			}
+			healed++
+			fmt.Fprintf(w, "\n=== flaky: %s %s failed, and passed when it ran again by itself; of its failure:\n", pkg, test)
+			for key, o := range all {
+				if o.pkg != pkg || o.test != test && !strings.HasPrefix(o.test, test+"/") {
+					continue
+				}
+				if o.action == "fail" {
+					fmt.Fprint(w, strings.Join(o.output, ""))
+				}
+				delete(all, key)
+			}
+			for key, o := range fresh {
+				if o.test != "" {
+					all[key] = o
+				}
+			}
+		}
+		if o := all.get(pkg, ""); healed == len(tests) && !o.crashed() {
+			o.action = "pass"
+		}
+	}
+}
+
+// settle calls what began and never ended a failure: a crash or a time-out.
+func (o *outcome) settle() {
+	if o.ran && o.action == "" && o.test != "" {
+		o.action = "fail"
+	}
+}
+
+// crashed says that a package failed by more than the failure of tests: what did not get its turn was not tested.
+func (o *outcome) crashed() bool {
+	return slices.ContainsFunc(o.output, func(line string) bool {
+		return strings.HasPrefix(line, "panic:") || strings.HasPrefix(line, "fatal error:") || strings.HasPrefix(line, "signal:")
+	})
+}
+
+// read gathers the outcomes, and shows how each package ended.
+func read(r io.Reader, w io.Writer) outcomes {
+	tests := make(outcomes)
 	lines := bufio.NewReaderSize(r, 1<<20)
 	for {
 		line, err := lines.ReadString('\n')
@@ -66,11 +152,11 @@ func report(r io.Reader, w io.Writer) error {
 		if pkg == "" {
 			pkg, _, _ = strings.Cut(e.ImportPath, " ")
 		}
-		o := get(pkg, e.Test)
+		o := tests.get(pkg, e.Test)
 		o.ran = true
 		for i, c := range e.Test {
 			if c == '/' {
-				get(pkg, e.Test[:i]).parent = true
+				tests.get(pkg, e.Test[:i]).parent = true
 			}
 		}
 		switch e.Action {
@@ -83,11 +169,11 @@ func report(r io.Reader, w io.Writer) error {
 			}
 		}
 	}
-	return tell(w, tests)
+	return tests
 }
 
 // tell prints the report.
-func tell(w io.Writer, tests map[string]*outcome) error {
+func tell(w io.Writer, tests outcomes) error {
 	all := make([]*outcome, 0, len(tests))
 	for _, o := range tests {
 		if o.ran {
@@ -98,9 +184,7 @@ func tell(w io.Writer, tests map[string]*outcome) error {
 	var passed, failed, skipped int
 	broken := make(map[string]bool) // packages and tests below which a failure was counted
 	for _, o := range slices.Backward(all) {
-		if o.action == "" && o.test != "" {
-			o.action = "fail" // it began and never ended: a crash or a time-out
-		}
+		o.settle()
 		if o.action != "fail" || broken[o.pkg+"\x00"+o.test] && o.test == "" {
 			continue
 		}

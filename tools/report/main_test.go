@@ -1,6 +1,7 @@
 package main
 
 import (
+	"io"
 	"strings"
 	"testing"
 )
@@ -48,7 +49,7 @@ func TestReport(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var out strings.Builder
-			err := report(strings.NewReader(strings.Join(c.in, "\n")+"\n"), &out)
+			err := report(strings.NewReader(strings.Join(c.in, "\n")+"\n"), &out, 0, nil)
 			if (err != nil) != c.fail {
 				t.Errorf("error %v", err)
 			}
@@ -60,6 +61,56 @@ func TestReport(t *testing.T) {
 				if !strings.Contains(out.String(), want) {
 					t.Errorf("%q is missing in\n%s", want, out.String())
 				}
+			}
+		})
+	}
+}
+
+// TestAgain: a test that passes alone is told as flaky and counted as passed; what fails twice, crashes, or is one of many has failed.
+func TestAgain(t *testing.T) {
+	const failed = `{"Action":"run","Package":"p","Test":"A"}
+{"Action":"pass","Package":"p","Test":"A/y"}
+{"Action":"output","Package":"p","Test":"A/x","Output":"too late\n"}
+{"Action":"fail","Package":"p","Test":"A/x"}
+{"Action":"fail","Package":"p","Test":"A"}
+{"Action":"pass","Package":"p","Test":"B"}
+{"Action":"fail","Package":"p"}
+`
+	const healed = `{"Action":"pass","Package":"p","Test":"A/x"}
+{"Action":"pass","Package":"p","Test":"A/y"}
+{"Action":"pass","Package":"p","Test":"A"}
+{"Action":"pass","Package":"p"}
+`
+	for name, c := range map[string]struct {
+		in, again string
+		most      int
+		last      string
+		fail      bool
+	}{
+		"it passes":      {in: failed, again: healed, most: 1, last: "3 passed, 0 failed, 0 skipped"},
+		"it fails twice": {in: failed, again: failed, most: 1, last: "2 passed, 1 failed, 0 skipped", fail: true},
+		"too many":       {in: failed, again: healed, last: "2 passed, 1 failed, 0 skipped", fail: true},
+		"nothing ran":    {in: failed, most: 1, last: "2 passed, 1 failed, 0 skipped", fail: true},
+		"a crash": {in: strings.Replace(failed, `{"Action":"fail","Package":"p"}`, `{"Action":"output","Package":"p","Output":"panic: x\n"}
+{"Action":"fail","Package":"p"}`, 1), again: healed, most: 1, last: "3 passed, 1 failed, 0 skipped", fail: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var out strings.Builder
+			err := report(strings.NewReader(c.in), &out, c.most, func(pkg, test string) io.Reader {
+				if pkg != "p" || test != "A" {
+					t.Errorf("%s %s is run again", pkg, test)
+				}
+				return strings.NewReader(c.again)
+			})
+			if (err != nil) != c.fail {
+				t.Errorf("error %v", err)
+			}
+			lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+			if got := lines[len(lines)-1]; got != c.last {
+				t.Errorf("the last line is %q, want %q\n%s", got, c.last, out.String())
+			}
+			if !strings.Contains(out.String(), "too late") {
+				t.Error("the failure is not shown")
 			}
 		})
 	}
