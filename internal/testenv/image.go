@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"debug/elf"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -176,15 +177,23 @@ func Archive(t testing.TB, ref string, img v1.Image) string {
 // PythonArchive is the path of an image with Python, built from this distribution's packages and cached.
 func PythonArchive(t testing.TB) string {
 	t.Helper()
-	cmd := exec.CommandContext(t.Context(), filepath.Join(Module(), "demo", "build-image"))
+	at, err := pythonArchive()
+	if err != nil {
+		t.Skipf("demo/build-image cannot build the Python image here: %v", err)
+	}
+	return at
+}
+
+var pythonArchive = sync.OnceValues(func() (string, error) {
+	cmd := exec.Command(filepath.Join(Module(), "demo", "build-image"))
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if err != nil {
-		t.Skipf("demo/build-image cannot build the Python image here: %v\n%s", err, stderr.String())
+		return "", fmt.Errorf("%w\n%s", err, stderr.String())
 	}
-	return strings.TrimSpace(string(out))
-}
+	return strings.TrimSpace(string(out)), nil
+})
 
 // PythonRef is the reference that the Python archive carries.
 const PythonRef = "local/python:latest"

@@ -118,7 +118,7 @@ func (l *Lab) serveWeb() {
 	l.Name("web.lab.test", LabWebAddr)
 	l.serve(l.ListenWorld("tcp", net.JoinHostPort(LabWebAddr, "80")), &http.Server{Handler: w.mux})
 	secure := tls.NewListener(l.ListenWorld("tcp", net.JoinHostPort(LabWebAddr, "443")),
-		&tls.Config{GetCertificate: w.certificate, NextProtos: []string{"http/1.1"}})
+		&tls.Config{GetCertificate: w.certificate, NextProtos: []string{"h2", "http/1.1"}})
 	l.serve(secure, &http.Server{Handler: w.mux})
 }
 

@@ -1,0 +1,115 @@
+package testenv
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// ClientsRef is the reference that the archive of clients carries.
+const ClientsRef = "local/clients:latest"
+
+// ClientNames are the programs get-NAME of the image of clients. `get-NAME URL ["HEADER: VALUE"]` prints what the URL answers,
+// and fails where that is no success or nothing.
+var ClientNames = []string{"curl", "urllib", "requests", "httpx", "node", "go", "java"}
+
+// LookupNames are the programs lookup-NAME of the image of clients: each the resolver of another C library, or Go's. See
+// testdata/clients/lookup.c.
+var LookupNames = []string{"glibc", "musl", "go"}
+
+var clientsArchive = sync.OnceValues(buildClients)
+
+// ClientsArchive is the path of an image (430 MB) with the clients that agents use: curl, git, Python with pip, requests and httpx,
+// Node with npm, Java, and programs in Go and C. It is built from this distribution's packages and cached under build/.
+// They trust what the image's trust file holds: TrustLab adds the lab's authority in a sandbox.
+func ClientsArchive(t testing.TB) string {
+	t.Helper()
+	at, err := clientsArchive()
+	if err != nil {
+		t.Skipf("the image of clients cannot be built here: %v", err)
+	}
+	return at
+}
+
+func buildClients() (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
+	defer cancel()
+	dir := filepath.Join(Module(), "build", "clients")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, ".lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = lock.Close() }()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return "", err
+	}
+	run := func(name string, args ...string) (string, error) {
+		cmd := exec.CommandContext(ctx, name, args...)
+		cmd.Dir = dir
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		out, err := cmd.Output()
+		if err != nil {
+			return "", fmt.Errorf("%s: %w\n%s", name, err, stderr.String())
+		}
+		return strings.TrimSpace(string(out)), nil
+	}
+	// script runs shell commands with the source's directory as $1 and the tree that is laid over the image as $2.
+	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "clients"), filepath.Join(dir, "files")
+	script := func(body string) error {
+		_, err := run("sh", "-ec", body, "sh", sources, files)
+		return err
+	}
+	err = errors.Join(
+		script(`rm -rf "$2"; mkdir -p "$2/usr/local/bin" "$2/usr/local/lib" "$2/usr/lib/node_modules" "$2/usr/bin"
+			cp "$1"/get-* "$2/usr/local/bin"; cp "$1/Get.java" "$2/usr/local/lib"; mv "$2/usr/local/bin/get-node.mjs" "$2/usr/local/lib"
+			gcc -O1 -o "$2/usr/local/bin/lookup-glibc" "$1/lookup.c" -lresolv
+			for p in get lookup; do go build -trimpath -buildvcs=false -ldflags '-s -w' -o "$2/usr/local/bin/$p-go" "$1/$p.go"; done`),
+		// The distribution's npm is 400 packages; this one, of the line that fits its Node, is one.
+		script(`v=10.8.2; [ -f npm-$v.tgz ] || npm pack --silent npm@$v >&2
+			tar -xzf npm-$v.tgz -C "$2/usr/lib/node_modules"; mv "$2/usr/lib/node_modules/package" "$2/usr/lib/node_modules/npm"
+			ln -s ../lib/node_modules/npm/bin/npm-cli.js "$2/usr/bin/npm"`),
+		script(fmt.Sprintf(`[ -d musl ] || { rm -f musl-dev_*.deb; apt-get -q download musl-dev >&2; dpkg-deb -x musl-dev_*.deb musl.new; mv musl.new musl; }
+			m=$PWD/musl/usr/lib/%[1]s-linux-musl
+			gcc -O1 -static -no-pie -fno-stack-protector -nostdinc -nostdlib -isystem "$PWD/musl/usr/include/%[1]s-linux-musl" -o "$2/usr/local/bin/lookup-musl" \
+				"$m/crt1.o" "$m/crti.o" "$1/lookup.c" "$m/libc.a" -lgcc "$m/libc.a" "$m/crtn.o"`, machine())),
+	)
+	if err != nil {
+		return "", err
+	}
+	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
+		"curl", "git", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
+}
+
+// machine is the architecture as C compilers name it.
+func machine() string {
+	if runtime.GOARCH == "arm64" {
+		return "aarch64"
+	}
+	return "x86_64"
+}
+
+// TrustLab makes the clients in a sandbox trust the lab's servers, as root of the image would: the trust file, and Java's store.
+func (d *Daemon) TrustLab(box string) {
+	d.t.Helper()
+	r := d.Feed(bytes.NewReader(d.o.Lab.CA()), "exec", "-i", box, "sh", "-ec", `cat >/tmp/lab.pem; cat /tmp/lab.pem >>/etc/ssl/certs/ca-certificates.crt
+		keytool -importcert -cacerts -storepass changeit -noprompt -alias lab -file /tmp/lab.pem`)
+	if r.Code != 0 {
+		d.t.Fatalf("trust the lab: exit code %d\n%s%s", r.Code, r.Stdout, r.Stderr)
+	}
+}
