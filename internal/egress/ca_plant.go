@@ -9,9 +9,6 @@ import (
 	"github.com/useshards/shard"
 )
 
-// TrustVariables are the environment variables by which programs are told where the trusted authorities are.
-var TrustVariables = []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "CURL_CA_BUNDLE"}
-
 // trustFiles are where images keep the authorities that they trust, all in one file. In most images several are links to
 // one, so the first that exists is the one.
 var trustFiles = []string{
@@ -23,38 +20,29 @@ var trustFiles = []string{
 	"/etc/ssl/cert.pem",                                 // older Alpine, Wolfi
 }
 
-// Planting is what a sandbox needs to trust the proxy.
-type Planting struct {
-	// Path is the trust file of the image; Append is to be added at its end, and empty where it has been.
-	Path   string
-	Append []byte
-	// Env names the trust file in all of TrustVariables.
-	Env map[string]string
+// Trust works out how to make a sandbox trust the proxy: add is to be put at the end of the file at path, which
+// secret.TrustVariables must name, and is empty where it was. read reads a file of the sandbox, following links within it;
+// where there is none it returns an error that is fs.ErrNotExist. An image without a trust file is refused as an invalid request.
+func (e *Enforcer) Trust(read func(path string) ([]byte, error)) (path string, add []byte, err error) {
+	return e.cfg.CA.plant(read)
 }
 
-// PlantCA works out how to make a sandbox trust the authority whose certificate is given in PEM. read reads a file of the
-// sandbox, following links within it; where there is none it returns an error that is fs.ErrNotExist. An image without a
-// trust file is refused as an invalid request.
-func PlantCA(cert []byte, read func(path string) ([]byte, error)) (*Planting, error) {
+func (c *CA) plant(read func(path string) ([]byte, error)) (path string, add []byte, err error) {
 	for _, path := range trustFiles {
 		data, err := read(path)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read the image's trust file: %w", err)
+			return "", nil, fmt.Errorf("read the image's trust file: %w", err)
 		}
-		p := &Planting{Path: path, Env: map[string]string{}}
-		for _, name := range TrustVariables {
-			p.Env[name] = path
-		}
-		if cert = bytes.TrimSpace(cert); !bytes.Contains(data, cert) {
+		if cert := bytes.TrimSpace(c.pem); !bytes.Contains(data, cert) {
 			if len(data) > 0 && data[len(data)-1] != '\n' {
-				p.Append = []byte("\n")
+				add = []byte("\n")
 			}
-			p.Append = append(append(p.Append, cert...), '\n')
+			add = append(append(add, cert...), '\n')
 		}
-		return p, nil
+		return path, add, nil
 	}
-	return nil, shard.Invalidf("the image has no file of trusted certificates, which the proxy's must be added to: use an image with the package ca-certificates")
+	return "", nil, shard.Invalidf("the image has no file of trusted certificates, which the proxy's must be added to: use an image with the package ca-certificates")
 }

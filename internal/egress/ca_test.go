@@ -90,7 +90,7 @@ func TestCAIsNeverReplaced(t *testing.T) {
 	}
 }
 
-func TestPlantCA(t *testing.T) {
+func TestTrust(t *testing.T) {
 	ca, err := OpenCA(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -102,19 +102,19 @@ func TestPlantCA(t *testing.T) {
 		}
 		return nil, fs.ErrNotExist
 	}
-	p, err := PlantCA(ca.PEM(), read)
-	if err != nil || p.Path != "/etc/pki/tls/certs/ca-bundle.crt" || !bytes.HasPrefix(p.Append, []byte("\n-----BEGIN")) || len(p.Env) != 4 || p.Env["SSL_CERT_FILE"] != p.Path {
-		t.Fatalf("%+v %v", p, err)
+	path, add, err := ca.plant(read)
+	if err != nil || path != "/etc/pki/tls/certs/ca-bundle.crt" || !bytes.HasPrefix(add, []byte("\n-----BEGIN")) {
+		t.Fatalf("%s %q %v", path, add, err)
 	}
-	files[p.Path] = append(files[p.Path], p.Append...)
-	if p, err = PlantCA(ca.PEM(), read); err != nil || len(p.Append) > 0 {
-		t.Errorf("planted twice: %+v %v", p, err)
+	files[path] = append(files[path], add...)
+	if _, add, err = ca.plant(read); err != nil || len(add) > 0 {
+		t.Errorf("planted twice: %q %v", add, err)
 	}
 	clear(files)
-	if _, err = PlantCA(ca.PEM(), read); err == nil {
+	if _, _, err = ca.plant(read); err == nil {
 		t.Error("an image without a trust file was accepted")
 	}
-	if _, err = PlantCA(ca.PEM(), func(string) ([]byte, error) { return nil, errors.New("broken") }); err == nil {
+	if _, _, err = ca.plant(func(string) ([]byte, error) { return nil, errors.New("broken") }); err == nil {
 		t.Error("a file that cannot be read was passed over")
 	}
 }

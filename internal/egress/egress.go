@@ -16,6 +16,7 @@ import (
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard/internal/secret"
 )
 
 // Config is what an Enforcer works with.
@@ -26,8 +27,14 @@ type Config struct {
 	// Dir is the directory of a sandbox's record, in which its decisions are written down.
 	Dir func(id string) string
 	// CA is what the proxy shows where it takes TLS apart.
-	CA  *CA
-	Log *slog.Logger
+	CA *CA
+	// Secrets are those that a sandbox has now, with the values of now. It is asked for each request and never waits. nil:
+	// there are none.
+	Secrets func(sandbox string) []secret.Secret
+	// Misused hears that a sandbox sent the placeholder of a secret where its value must not go. It returns at once. nil:
+	// nobody does.
+	Misused func(sandbox, name, host, reason string)
+	Log     *slog.Logger
 }
 
 // Enforcer keeps sandboxes to policies. Its methods may be called at the same time, those about one sandbox not.
@@ -86,7 +93,7 @@ func Open(cfg Config) *Enforcer {
 	e := &Enforcer{cfg: cfg, asking: make(chan struct{}, maxAsking),
 		wards: map[string]*ward{}, byAddr: map[netip.Addr]*ward{}, journals: map[string]*journal{}}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
-	e.proxy = NewProxy(ProxyOptions{Subject: e.subject, Resolve: e.addresses, Recorder: e, CA: cfg.CA, Log: cfg.Log})
+	e.proxy = NewProxy(ProxyOptions{Subject: e.subject, Resolve: e.addresses, Recorder: e, Misused: cfg.Misused, CA: cfg.CA, Log: cfg.Log})
 	e.tasks.Go(e.watchDrops)
 	e.tasks.Go(e.tick)
 	return e
@@ -113,7 +120,8 @@ func (e *Enforcer) Close() {
 }
 
 // Apply puts p in force for an attached sandbox in place of what was in force, in one step. When it fails, what was in force
-// stays. What the sandbox looked up before stays open as far as p says so.
+// stays. What the sandbox looked up before stays open as far as p says so. Of a sandbox that has secrets p is Proxied: of the
+// policy, or of policy.Unrestricted when it has none.
 func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *policy.Compiled) error {
 	e.mu.Lock()
 	w := e.wards[id]
@@ -216,7 +224,12 @@ func (w *ward) end() {
 // wallRules says a policy in the words of the wall. A rule about the resolver is not the wall's: no packet to port 53 gets
 // that far. Its place is kept, so that indices are the same.
 func wallRules(p *policy.Compiled) netns.Rules {
-	out := netns.Rules{Proxied: p.Named(), Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
+	if p.Open() { // but for being proxied, as if it were not restricted: what no sandbox reaches is refused before
+		every := []netns.Ports{{From: 0, To: 65535}}
+		return netns.Rules{Proxied: p.Web(), OpenDNS: true, Default: policy.RuleNone,
+			Rules: []netns.Rule{{Label: policy.RuleNone, Allow: true, TCP: every, UDP: every, Other: true}}}
+	}
+	out := netns.Rules{Proxied: p.Web(), Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
 	if len(p.Steps) > 0 {
 		out.Default = policy.RuleDefault
 	}

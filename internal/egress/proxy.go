@@ -10,12 +10,14 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard/internal/secret"
 )
 
 // The ports on each gateway's address on which the proxy listens.
@@ -53,19 +55,26 @@ type Recorder interface {
 type Subject struct {
 	// Policy is what its requests are judged by: the same pointer as long as it is the same policy.
 	Policy *policy.Compiled
-	// Inspect says whether TLS to a host must be taken apart, for which the sandbox must trust the CA. Where it is nil
-	// none is. Where it is not, a refusal is answered inside TLS too, so that programs can read it.
-	Inspect func(host string) bool
+	// Secrets are those that it has now. TLS to where one of their values may go is taken apart, for which the sandbox must
+	// trust the CA; with any, a refusal is answered inside TLS too, so that programs can read it.
+	Secrets []secret.Secret
 }
 
-// ProxyOptions are what a Proxy works with. All but Roots, Dial and Log are needed.
+// inspects says whether TLS to a host is taken apart.
+func (s *Subject) inspects(host string) bool {
+	return slices.ContainsFunc(s.Secrets, func(one secret.Secret) bool { return one.For(host) })
+}
+
+// ProxyOptions are what a Proxy works with. All but Misused, Roots, Dial and Log are needed.
 type ProxyOptions struct {
 	// Subject finds a sandbox by its id. It is asked for every request and must be fast.
 	Subject func(sandbox string) (Subject, bool)
 	// Resolve looks a host up for a sandbox. host is as policy.Host returns it.
 	Resolve  func(ctx context.Context, sandbox, host string) ([]netip.Addr, error)
 	Recorder Recorder
-	CA       *CA
+	// Misused hears that a sandbox sent the placeholder of a secret where its value must not go; nil: nobody does.
+	Misused func(sandbox, name, host, reason string)
+	CA      *CA
 	// Roots verify hosts where TLS is taken apart; nil is this host's trust store.
 	Roots *x509.CertPool
 	// Dial connects to an address that may be connected to; nil is a socket of this host, which refuses addresses that are

@@ -18,7 +18,7 @@ var served = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 func BenchmarkRequest(b *testing.B) {
 	r := newRig(b)
 	r.host("good.test", public, served)
-	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Inspect: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
+	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Secrets: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
 	direct, direct2 := r.direct(false), r.direct(true)
 	for _, way := range []struct {
 		name, url string
@@ -78,7 +78,7 @@ func BenchmarkThroughput(b *testing.B) {
 			_, _ = w.Write(chunk)
 		}
 	}))
-	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Inspect: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
+	inside, through := r.box(Subject{Policy: policyOf(b, "allow good.test"), Secrets: always}), r.box(Subject{Policy: policyOf(b, "allow good.test")})
 	direct, direct2 := r.direct(false), r.direct(true)
 	for _, way := range []struct {
 		name, url string

@@ -33,7 +33,7 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.host("evil.test", public, what) // the same address: the later server answers for both
-	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Secrets: always})
 	for _, scheme := range []string{"http", "https"} {
 		for _, h2 := range []bool{false, true} {
 			c := b.client(r.pool, h2)
@@ -42,7 +42,7 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 				r.mu.Lock()
 				r.names["good.test"] = []netip.Addr{netip.MustParseAddr("198.51.100.8")}
 				r.mu.Unlock()
-				b.set(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always}) // forgets the old address
+				b.set(Subject{Policy: policyOf(t, "allow good.test"), Secrets: always}) // forgets the old address
 			}
 			status, body := get(t, c, scheme+"://good.test/a%2fb?x=1;y=%zz")
 			proto := "HTTP/1.1"
@@ -175,7 +175,7 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 func TestHeadersOfTheConnectionStayOnIt(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
-	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Secrets: always})
 	for _, scheme := range []string{"http", "https"} {
 		q, err := http.NewRequest("POST", scheme+"://good.test/", struct{ io.Reader }{strings.NewReader("hello")})
 		if err != nil {
@@ -234,7 +234,7 @@ func TestInsideAndOutsideMustAgree(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)
 	r.host("other.test", "198.51.100.8", what)
-	b := r.box(Subject{Policy: policyOf(t, "allow good.test", "allow other.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test", "allow other.test"), Secrets: always})
 	c := b.client(r.pool, true)
 	q, _ := http.NewRequest("GET", "https://good.test/", nil)
 	q.Host = "other.test"
@@ -255,7 +255,7 @@ func TestCertificatesOfHostsAreVerified(t *testing.T) {
 	r.serve("expired.test", "198.51.100.1", h, r.world.issue(t, leafOptions{name: "expired.test", expired: true}), true)
 	r.serve("self.test", "198.51.100.2", h, r.world.issue(t, leafOptions{name: "self.test", selfly: true}), true)
 	r.serve("wrong.test", "198.51.100.3", h, r.world.issue(t, leafOptions{name: "right.test"}), true)
-	b := r.box(Subject{Policy: policyOf(t, "allow *"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow *"), Secrets: always})
 	for _, h2 := range []bool{false, true} {
 		c := b.client(r.pool, h2)
 		for _, host := range []string{"expired.test", "self.test", "wrong.test"} {
@@ -281,7 +281,7 @@ func TestNamesCannotLeadInside(t *testing.T) {
 			r.names[name] = append(r.names[name], netip.MustParseAddr(a))
 		}
 	}
-	b := r.box(Subject{Policy: policyOf(t, "deny 203.0.113.0/24", "allow *"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "deny 203.0.113.0/24", "allow *"), Secrets: always})
 	c, secure := b.client(nil, false), b.client(r.pool, true)
 	for name := range r.names {
 		want := policy.RulePrivate
@@ -328,7 +328,7 @@ func TestWhatCannotBeRecordedIsNotSent(t *testing.T) {
 	r := newRig(t)
 	reached := make(chan string, 9)
 	r.host("good.test", public, http.HandlerFunc(func(http.ResponseWriter, *http.Request) { reached <- "a request" }))
-	inside, through := r.box(Subject{Policy: policyOf(t, "allow *"), Inspect: always}), r.box(Subject{Policy: policyOf(t, "allow *")})
+	inside, through := r.box(Subject{Policy: policyOf(t, "allow *"), Secrets: always}), r.box(Subject{Policy: policyOf(t, "allow *")})
 	r.mu.Lock()
 	r.full = true
 	r.mu.Unlock()

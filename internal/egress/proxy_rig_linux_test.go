@@ -25,6 +25,7 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard/internal/secret"
 )
 
 // rig is a proxy between sandboxes, which are addresses of the loopback network, and hosts, which are real servers that are
@@ -150,7 +151,8 @@ func cut(s string) (before, after string, found bool) {
 	return s, "", false
 }
 
-func always(string) bool { return true }
+// always is of a secret for which all TLS must be taken apart.
+var always = []secret.Secret{{Name: "ALWAYS", Placeholder: "mock-ALWAYS", Destinations: []string{"*.test"}, Value: secret.NewValue("never-sent-by-these-tests")}}
 
 // box is a sandbox of the rig.
 type box struct {

@@ -57,7 +57,7 @@ func TestStreamsArePassedOnAtOnce(t *testing.T) {
 		}
 	})
 	r.host("good.test", public, mux)
-	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Secrets: always})
 	c2 := b.box(Subject{Policy: policyOf(t, "allow good.test")}) // through, untouched
 	h2c := b.client(nil, false)
 	tr := h2c.Transport.(*http.Transport)
@@ -168,7 +168,7 @@ func TestBodiesAndAnswersKeepTheirForm(t *testing.T) {
 		w.WriteHeader(http.StatusNotModified)
 	})
 	r.host("good.test", public, mux)
-	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Inspect: always})
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test"), Secrets: always})
 	for _, way := range []struct {
 		scheme string
 		h2     bool

@@ -42,7 +42,7 @@ func (p *Proxy) sniffed(g *guestConn) {
 		p.drop(g, "", alertUnrecognizedName, &refusal{rule: policy.RuleDefault, addr: g.dest, reason: "the TLS connection names no host (SNI)"})
 		return
 	}
-	if sub.Inspect != nil && sub.Inspect(host) {
+	if sub.inspects(host) {
 		p.toTLS.give(p.ctx, g)
 		return
 	}
@@ -53,7 +53,7 @@ func (p *Proxy) sniffed(g *guestConn) {
 	}
 	way, refused := p.way(p.ctx, g, t, host, g.dest)
 	switch {
-	case refused != nil && sub.Inspect != nil:
+	case refused != nil && len(sub.Secrets) > 0:
 		p.toTLS.give(p.ctx, g) // judged again there, and answered in words
 	case refused != nil && refused.status == 403:
 		p.drop(g, host, alertAccessDenied, refused)

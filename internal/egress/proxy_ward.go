@@ -8,7 +8,7 @@ import (
 	"github.com/miekg/dns"
 )
 
-// subject is what the proxy judges a sandbox by. No rule looks into TLS.
+// subject is what the proxy judges a sandbox by.
 func (e *Enforcer) subject(id string) (Subject, bool) {
 	e.mu.Lock()
 	w := e.wards[id]
@@ -18,7 +18,11 @@ func (e *Enforcer) subject(id string) (Subject, bool) {
 	}
 	w.rules.RLock()
 	defer w.rules.RUnlock()
-	return Subject{Policy: w.policy}, true
+	s := Subject{Policy: w.policy}
+	if e.cfg.Secrets != nil {
+		s.Secrets = e.cfg.Secrets(id)
+	}
+	return s, true
 }
 
 // addresses looks a host up as the sandbox's resolver does, out of the same answers and within the same bounds.

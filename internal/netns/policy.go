@@ -24,6 +24,8 @@ type Rules struct {
 	Default string
 	// Proxied leads what is sent to TCP 80 and 443 to the proxy's ports.
 	Proxied bool
+	// OpenDNS leaves port 53 to the rules, instead of leading it to ResolverPort.
+	OpenDNS bool
 }
 
 // Rule is one of Rules. The zero Rule matches nothing.
@@ -49,6 +51,8 @@ const (
 	LabelPrivate = "private"
 	// LabelLocal is an address of this host.
 	LabelLocal = "local"
+	// LabelIPv6 is anything over IPv6, while this host has no way out over it.
+	LabelIPv6 = "ipv6"
 )
 
 // Drop is what a restricted sandbox began and may not.

@@ -64,6 +64,8 @@ type Compiled struct {
 	rules []shard.EffectiveRule
 	// dns says whether any lookup can succeed.
 	dns bool
+	// proxied: web traffic must be judged by its own host name, whatever the rules say.
+	proxied bool
 	// fallback is what decides where no step does.
 	fallback Verdict
 }
@@ -165,6 +167,16 @@ func Missing() *Compiled {
 	return &Compiled{fallback: Verdict{Rule: RuleMissing, Reason: "the sandbox's policy is missing from the store, so nothing can be reached"}}
 }
 
+// Proxied is c for a sandbox whose web traffic must be seen whatever the rules are, because it has secrets.
+func (c *Compiled) Proxied() *Compiled {
+	out := *c
+	out.proxied = true
+	return &out
+}
+
+// Open says that there is no policy.
+func (c *Compiled) Open() bool { return c.fallback.Allow }
+
 // Rules are the rules as enforced, with ids and with those that nobody wrote.
 func (c *Compiled) Rules() []shard.EffectiveRule {
 	if c.rules == nil {
@@ -191,3 +203,6 @@ func (c *Compiled) DNS() bool { return c.dns }
 func (c *Compiled) Named() bool {
 	return slices.ContainsFunc(c.Steps, func(s Step) bool { return s.Target == TargetNames })
 }
+
+// Web says whether web traffic goes through the proxy.
+func (c *Compiled) Web() bool { return c.proxied || c.Named() }
