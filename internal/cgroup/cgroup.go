@@ -29,6 +29,13 @@ import (
 // ErrBusy says that a new group's name is held by a group with processes in it.
 var ErrBusy = errors.New("the control group has processes in it")
 
+// errVanished says that a hierarchy has lost a group before anything ran in it. systemd, on a host with cgroup v1, takes
+// groups without processes away from hierarchies that none of its services needs, whosever they are and at any time.
+var errVanished = fmt.Errorf("the control group is gone: %w", fs.ErrNotExist)
+
+// vanishings is how often a group that vanishes is made again.
+const vanishings = 20
+
 const (
 	emptyTimeout = 30 * time.Second       // for killed processes to be gone; one that dumps core or waits for a disk is slow
 	pollEvery    = 5 * time.Millisecond   // the kernel has no event for an empty v1 group
@@ -126,7 +133,7 @@ func (m *Manager) Create(id string, l Limits) (_ *Group, err error) {
 	if err := checkName(id); err != nil {
 		return nil, err
 	}
-	g := &Group{id: id, m: m}
+	g := &Group{id: id, m: m, limits: &l}
 	pids, err := g.Procs()
 	if err == nil && len(pids) > 0 {
 		return nil, fmt.Errorf("create control group %s: %w", id, ErrBusy)
@@ -141,16 +148,35 @@ func (m *Manager) Create(id string, l Limits) (_ *Group, err error) {
 			err = errors.Join(err, m.remove(id))
 		}
 	}()
+	for range vanishings {
+		if err = m.make(id, l); !errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	return g, nil
+}
+
+// make makes what is missing of an empty group, and bounds it.
+func (m *Manager) make(id string, l Limits) error {
 	for _, base := range m.fs.members() {
+		dir := filepath.Join(base, id)
+		err := os.Mkdir(dir, 0o755)
+		if errors.Is(err, fs.ErrNotExist) {
+			_ = os.Mkdir(base, 0o755) // vanished, being empty
+			err = os.Mkdir(dir, 0o755)
+		}
 		// A v1 hierarchy may hold the empty directory of an earlier, half removed group.
-		if err := os.Mkdir(filepath.Join(base, id), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
-			return nil, fmt.Errorf("create control group: %w", err)
+		if err != nil && !errors.Is(err, fs.ErrExist) {
+			return fmt.Errorf("create control group: %w", err)
 		}
 	}
 	if err := m.fs.limit(id, l); err != nil {
-		return nil, fmt.Errorf("bound control group: %w", err)
+		return fmt.Errorf("bound control group: %w", err)
 	}
-	return g, nil
+	return nil
 }
 
 // Open finds a group that exists, else the error is fs.ErrNotExist.
@@ -255,8 +281,9 @@ func removeTree(dir string) error {
 
 // Group is one control group. It holds no resources.
 type Group struct {
-	id string
-	m  *Manager
+	id     string
+	m      *Manager
+	limits *Limits // nil for a group that was found
 }
 
 // ID is the group's name.
@@ -271,7 +298,21 @@ func (g *Group) Start(cmd *exec.Cmd) error {
 	if cmd.SysProcAttr != nil && cmd.SysProcAttr.Pdeathsig != 0 {
 		return errors.New("start in control group: a parent-death signal would kill the process at once")
 	}
-	return g.m.fs.start(g.id, cmd)
+	err := g.m.fs.start(g.id, cmd)
+	for try := 0; errors.Is(err, errVanished) && g.limits != nil && g.somewhere() && try < vanishings; try++ {
+		if err = g.m.make(g.id, *g.limits); err == nil || errors.Is(err, fs.ErrNotExist) {
+			err = g.m.fs.start(g.id, cmd)
+		}
+	}
+	return err
+}
+
+// somewhere says whether a hierarchy still has the group; else somebody destroyed it.
+func (g *Group) somewhere() bool {
+	return slices.ContainsFunc(g.m.fs.members(), func(base string) bool {
+		_, err := os.Stat(filepath.Join(base, g.id))
+		return err == nil
+	})
 }
 
 // OOM begins to watch for kills for want of memory. Close the watch. Counts that the group had before are in Kills.

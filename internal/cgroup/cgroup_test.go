@@ -372,9 +372,14 @@ func TestCPUQuota(t *testing.T) {
 	m := newManager(t)
 	g := create(t, m, "a", Limits{CPUs: 1})
 	start(t, g, "spin")
-	stat := filepath.Join(m.dirs("a")[0], "cpu.stat")
+	// Of a busy host's CPUs the group must get more than its quota to notice it.
+	stat, weight := filepath.Join(m.dirs("a")[0], "cpu.stat"), filepath.Join(m.fs.bases()[0], "cpu.weight")
+	most := int64(10000)
 	if f, ok := m.fs.(*v1); ok {
-		stat = filepath.Join(f.of["cpu"], "a", "cpu.stat")
+		stat, weight, most = filepath.Join(f.of["cpu"], "a", "cpu.stat"), filepath.Join(f.of["cpu"], "cpu.shares"), 262144
+	}
+	if err := writeInt(weight, most); err != nil {
+		t.Fatal(err)
 	}
 	var st unix.CPUSet
 	if unix.SchedGetaffinity(0, &st) == nil && st.Count() < 2 {
@@ -553,4 +558,35 @@ func BenchmarkStart(b *testing.B) {
 			return err
 		})
 	})
+}
+
+// TestVanished: systemd on cgroup v1 removes empty groups that are not its own.
+func TestVanished(t *testing.T) {
+	m := newManager(t)
+	f, ok := m.fs.(*v1)
+	if !ok {
+		t.Skip("only on v1 are groups taken away")
+	}
+	vanish := func(id string) {
+		t.Helper()
+		for _, c := range []string{"cpu", "cpuacct"} {
+			for _, dir := range []string{filepath.Join(f.of[c], id), f.of[c]} {
+				if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	vanish("a")
+	g := create(t, m, "a", Limits{CPUs: 1, PIDs: 64, MemoryMax: 64 << 20})
+	vanish("a")
+	cmd, _ := start(t, g, "hold")
+	for _, base := range m.fs.members() {
+		if pids, err := procsBelow(filepath.Join(base, "a")); err != nil || !slices.Equal(pids, []int{cmd.Process.Pid}) {
+			t.Errorf("%s: %v, %v", base, pids, err)
+		}
+	}
+	if quota, err := readInt(f.file("cpu", "a", "cfs_quota_us")); err != nil || quota != cpuPeriod.Microseconds() {
+		t.Errorf("quota %d, %v", quota, err)
+	}
 }

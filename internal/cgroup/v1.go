@@ -136,7 +136,11 @@ func (f *v1) start(id string, cmd *exec.Cmd) error {
 
 func (f *v1) startHere(id string, cmd *exec.Cmd) error {
 	for _, base := range f.joined {
-		if err := write(filepath.Join(base, id, "tasks"), "0"); err != nil {
+		err := write(filepath.Join(base, id, "tasks"), "0")
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENODEV) {
+			return errVanished
+		}
+		if err != nil {
 			return fmt.Errorf("enter control group: %w", err)
 		}
 	}
