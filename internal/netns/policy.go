@@ -51,8 +51,6 @@ const (
 	LabelPrivate = "private"
 	// LabelLocal is an address of this host.
 	LabelLocal = "local"
-	// LabelIPv6 is anything over IPv6, while this host has no way out over it.
-	LabelIPv6 = "ipv6"
 )
 
 // Drop is what a restricted sandbox began and may not.
