@@ -73,6 +73,7 @@ func (n *Net) guard(ctx context.Context) {
 			return
 		case <-gone:
 		case <-tick.C:
+			n.followIPv6(ctx)
 		}
 		vanished, err := n.table.restore()
 		if vanished {
@@ -195,13 +196,16 @@ func (n *Net) tearDown(batch []corpse) {
 		}
 		clean[i] = err == nil
 		_, addr, _ := n.leases.link(c.slot)
-		addrs[addr] = true
+		_, addr6, _ := n.leases.link6(c.slot)
+		addrs[addr], addrs[addr6] = true, true
 	}
 	// The next holder of an address must not inherit its flows.
 	flushed := true
-	if _, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, unix.AF_INET, addrs); err != nil {
-		log.Error("cannot forget the connections of removed sandboxes; their addresses stay out of use until the daemon restarts", "err", err)
-		flushed = false
+	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+		if _, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, family, addrs); err != nil {
+			log.Error("cannot forget the connections of removed sandboxes; their addresses stay out of use until the daemon restarts", "err", err)
+			flushed = false
+		}
 	}
 	n.mu.Lock()
 	for i, c := range batch {

@@ -26,6 +26,10 @@ const (
 	ulogPrefix             = 10
 )
 
+// reportedHead is how much the kernel reports of a packet, in bytes: an IPv4 head with options and the ports need 64, an IPv6
+// head 40, and what may stand between that and the ports is seldom more than another 40.
+const reportedHead = 128
+
 // reports opens the socket that the kernel's reports of refused packets come by.
 func (t *table) reports() (*netlink.Conn, error) {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
@@ -33,8 +37,7 @@ func (t *table) reports() (*netlink.Conn, error) {
 		return nil, fmt.Errorf("open the firewall's reports: %w", err)
 	}
 	_ = conn.SetReadBuffer(1 << 20)
-	const snap = 64
-	mode := binary.BigEndian.AppendUint32(nil, snap)
+	mode := binary.BigEndian.AppendUint32(nil, reportedHead)
 	for _, a := range []netlink.Attribute{
 		{Type: cfgCommand, Data: []byte{cfgBind}},
 		{Type: cfgMode, Data: append(mode, cfgCopyPacket, 0)},
@@ -92,6 +95,7 @@ func (n *Net) Drops(ctx context.Context, report func(Drop)) error {
 		}
 		for _, m := range messages {
 			if d, ok := parseReport(m); ok {
+				d.Source = n.table.owner(d.Source)
 				c.saw(d)
 				report(d)
 			}
@@ -122,16 +126,51 @@ func parseReport(m netlink.Message) (d Drop, ok bool) {
 }
 
 func (d *Drop) parsePacket(p []byte) bool {
-	if len(p) < 20 || p[0]>>4 != 4 {
+	if len(p) == 0 {
 		return false
 	}
-	d.Protocol = p[9]
-	d.Source, d.Dest = netip.AddrFrom4([4]byte(p[12:16])), netip.AddrFrom4([4]byte(p[16:20]))
-	head := int(p[0]&15) * 4
-	if hasPorts(d.Protocol) && len(p) >= head+4 {
-		d.Port = binary.BigEndian.Uint16(p[head+2:])
+	var rest []byte // what comes behind the head, with the ports
+	switch p[0] >> 4 {
+	case 4:
+		if len(p) < 20 {
+			return false
+		}
+		d.Protocol = p[9]
+		d.Source, d.Dest = netip.AddrFrom4([4]byte(p[12:16])), netip.AddrFrom4([4]byte(p[16:20]))
+		rest = p[min(int(p[0]&15)*4, len(p)):]
+	case 6:
+		if len(p) < 40 {
+			return false
+		}
+		d.Source, d.Dest = netip.AddrFrom16([16]byte(p[8:24])), netip.AddrFrom16([16]byte(p[24:40]))
+		d.Protocol, rest = behindExtensions(p[6], p[40:])
+	default:
+		return false
+	}
+	if hasPorts(d.Protocol) && len(rest) >= 4 {
+		d.Port = binary.BigEndian.Uint16(rest[2:])
 	}
 	return true
+}
+
+// behindExtensions skips the extension heads of an IPv6 packet. A fragment that is not the first has no ports.
+func behindExtensions(next byte, p []byte) (protocol byte, rest []byte) {
+	for len(p) >= 8 {
+		size := (int(p[1]) + 1) * 8
+		switch next {
+		case unix.IPPROTO_HOPOPTS, unix.IPPROTO_ROUTING, unix.IPPROTO_DSTOPTS:
+		case unix.IPPROTO_AH:
+			size = (int(p[1]) + 2) * 4
+		case unix.IPPROTO_FRAGMENT:
+			if size = 8; binary.BigEndian.Uint16(p[2:])&^7 != 0 {
+				return p[0], nil
+			}
+		default:
+			return next, p
+		}
+		next, p = p[0], p[min(size, len(p)):]
+	}
+	return next, p
 }
 
 func hasPorts(protocol uint8) bool {
@@ -140,6 +179,16 @@ func hasPorts(protocol uint8) bool {
 		return true
 	}
 	return false
+}
+
+// owner is the IPv4 address of the sandbox that has addr: it has the same end in both blocks.
+func (t *table) owner(addr netip.Addr) netip.Addr {
+	if addr.Is4() {
+		return addr
+	}
+	a, six := t.block.Addr().As4(), addr.As16()
+	a[2], a[3] = six[14], six[15]
+	return netip.AddrFrom4(a)
 }
 
 // counts knows how many refusals were not reported. Only sandboxes that were just refused something are looked at.

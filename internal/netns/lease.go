@@ -17,6 +17,7 @@ const (
 // was taken while it was away can move to another. Pure; the caller locks.
 type leases struct {
 	block netip.Prefix
+	twin  netip.Prefix // twinBlock of block; zero where there is no IPv6
 	// next is where the search for a free slot begins. It only goes round, so a freed slot is the last to be used again.
 	next  int
 	taken [slotCount]bool
@@ -57,6 +58,19 @@ func (l *leases) link(slot int) (gateway, addr netip.Addr, subnet netip.Prefix) 
 	first := netip.AddrFrom4(base)
 	gateway = first.Next()
 	return gateway, gateway.Next(), netip.PrefixFrom(first, 30)
+}
+
+// link6 is link with the addresses of IPv6, which share a /126; zero where there is none.
+func (l *leases) link6(slot int) (gateway, addr netip.Addr, subnet netip.Prefix) {
+	if !l.twin.IsValid() {
+		return netip.Addr{}, netip.Addr{}, netip.Prefix{}
+	}
+	base := l.twin.Addr().As16()
+	n := slot * 4
+	base[14], base[15] = byte(n>>8), byte(n)
+	first := netip.AddrFrom16(base)
+	gateway = first.Next()
+	return gateway, gateway.Next(), netip.PrefixFrom(first, 126)
 }
 
 // leaseFile is what leases look like on disk.

@@ -31,7 +31,7 @@ func (ns *namespace) close() {
 	_ = ns.file.Close()
 }
 
-// newNamespace makes an empty namespace without IPv6. The thread that enters it goes home before it serves another
+// newNamespace makes an empty namespace, whose interfaces have no IPv6 but what they are given. The thread that enters it goes home before it serves another
 // goroutine; one that cannot is thrown away.
 func newNamespace() (*namespace, error) {
 	var ns *namespace
@@ -64,8 +64,8 @@ func newNamespace() (*namespace, error) {
 
 // describeNamespace runs on a thread inside.
 func describeNamespace() (*namespace, error) {
-	for _, which := range []string{"all", "default"} {
-		if err := setConf("ipv6", which, "disable_ipv6", "1"); err != nil {
+	for _, s := range quiet6 {
+		if err := setConf("ipv6", "default", s.key, s.value); err != nil {
 			return nil, err
 		}
 	}
@@ -103,7 +103,6 @@ func setConf(family, iface, key, value string) error {
 // hostSettings of our end of a link. The guest's end is hostile, so ARP speaks of this link alone, and the host
 // neither takes nor gives routing advice.
 var hostSettings = []struct{ family, key, value string }{
-	{"ipv6", "disable_ipv6", "1"},
 	{"ipv4", "forwarding", "1"},
 	{"ipv4", "arp_ignore", "2"},
 	{"ipv4", "arp_announce", "2"},
@@ -118,7 +117,11 @@ func (n *Net) connect(ns *namespace, slot int) (err error) {
 	gateway, addr, subnet := n.leases.link(slot)
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = n.iface(slot), n.mtu
+	// Each end knows the other's, and programs of the host such as udev leave an address alone that was given.
+	var guest net.HardwareAddr
+	attrs.HardwareAddr, guest = macs(slot)
 	veth := netlink.NewVeth(attrs)
+	veth.PeerHardwareAddr = guest
 	veth.PeerName, veth.PeerNamespace, veth.PeerMTU = inside, netlink.NsFd(int(ns.file.Fd())), uint32(n.mtu)
 	err = n.rt.LinkAdd(veth)
 	if errors.Is(err, unix.EEXIST) {
@@ -146,6 +149,9 @@ func (n *Net) connect(ns *namespace, slot int) (err error) {
 	if err := up(n.rt, veth, gateway, subnet); err != nil {
 		return err
 	}
+	if err := n.equip6(veth, slot); err != nil {
+		return err
+	}
 	lo, err := ns.rt.LinkByName("lo")
 	if err != nil {
 		return fmt.Errorf("find lo: %w", err)
@@ -162,6 +168,9 @@ func (n *Net) connect(ns *namespace, slot int) (err error) {
 	}
 	if err := ns.rt.RouteAdd(&netlink.Route{LinkIndex: eth.Attrs().Index, Gw: gateway.AsSlice()}); err != nil {
 		return fmt.Errorf("add default route: %w", err)
+	}
+	if err := n.equipGuest6(ns, eth, slot); err != nil {
+		return err
 	}
 	return n.waitForCarrier(veth)
 }

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -26,6 +27,7 @@ type Net struct {
 	rt     *netlink.Handle
 	table  *table
 	mtu    int
+	way6   atomic.Bool // what IPv6 says
 	// failAt makes steps fail, for tests.
 	failAt func(step string) error
 
@@ -107,7 +109,12 @@ func Open(ctx context.Context, cfg Config) (_ *Net, err error) {
 	moved := stored.block.IsValid() && stored.block != n.claim.block
 	stored.block = n.claim.block
 	n.leases = stored
-	n.table = newTable(cfg.Tag, n.prefix, stored.block)
+	if hasIPv6() {
+		stored.twin = twinBlock(stored.block, cfg.Dir)
+	}
+	n.table = newTable(cfg.Tag, n.prefix, stored.block, stored.twin)
+	n.table.way6 = n.wayOut6()
+	n.way6.Store(n.table.way6)
 	n.mtu = n.uplinkMTU()
 	if err := n.adopt(moved); err != nil {
 		n.table.close()
@@ -175,6 +182,9 @@ func (n *Net) adopt(moved bool) error {
 		}
 		b.attached = true
 		keep[id] = true
+		if err := n.equip6(links[name], slot); err != nil {
+			return err
+		}
 		delete(links, name)
 		entries = append(entries, n.entry(slot))
 	}
@@ -204,12 +214,14 @@ func (n *Net) path(id string) string { return filepath.Join(n.cfg.Dir, id) }
 
 func (n *Net) entry(slot int) entry {
 	_, addr, _ := n.leases.link(slot)
-	return entry{iface: n.iface(slot), addr: addr}
+	_, addr6, _ := n.leases.link6(slot)
+	return entry{iface: n.iface(slot), addr: addr, addr6: addr6}
 }
 
 func (n *Net) attachment(id string, slot int) Attachment {
 	gateway, addr, _ := n.leases.link(slot)
-	return Attachment{Netns: n.path(id), Addr: addr, Gateway: gateway, Interface: n.iface(slot)}
+	gateway6, addr6, _ := n.leases.link6(slot)
+	return Attachment{Netns: n.path(id), Addr: addr, Gateway: gateway, Addr6: addr6, Gateway6: gateway6, Interface: n.iface(slot)}
 }
 
 func (n *Net) fault(step string) error {

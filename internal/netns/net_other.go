@@ -28,6 +28,9 @@ func (*Net) Recover(context.Context, []string) error            { return unsuppo
 func (*Net) Remove(context.Context) error                       { return unsupported() }
 func (*Net) Close() error                                       { return nil }
 
+// IPv6 says that there is none.
+func (*Net) IPv6() bool { return false }
+
 // Sweep exists on Linux only.
 func (*Net) Sweep(context.Context, func(id string) (lease, attached bool)) error {
 	return unsupported()

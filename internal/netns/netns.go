@@ -1,5 +1,5 @@
-// Package netns gives every sandbox its own network namespace: one veth pair routed through this host, one IPv4
-// address leased for the sandbox's life, address translation to the outside, and a wall of nftables around it that
+// Package netns gives every sandbox its own network namespace: one veth pair routed through this host, one address of IPv4
+// and one of IPv6 leased for the sandbox's life, address translation to the outside, and a wall of nftables around it that
 // lets nothing private, nothing of this host and no other sandbox be reached. It closes first and opens last: an
 // interface of ours that has no set elements is dropped in every direction.
 //
@@ -34,6 +34,8 @@ type Attachment struct {
 	Netns string
 	// Addr is the sandbox's address, Gateway the host's end of the link; both in one /30.
 	Addr, Gateway netip.Addr
+	// Addr6 and Gateway6 are those of IPv6, in one /126; zero where this kernel has no IPv6.
+	Addr6, Gateway6 netip.Addr
 	// Interface is the host's end.
 	Interface string
 }

@@ -51,11 +51,13 @@ const (
 	LabelPrivate = "private"
 	// LabelLocal is an address of this host.
 	LabelLocal = "local"
+	// LabelIPv6 is anything over IPv6, while this host has no way out over it.
+	LabelIPv6 = "ipv6"
 )
 
 // Drop is what a restricted sandbox began and may not.
 type Drop struct {
-	// Source is the sandbox's address.
+	// Source is the sandbox's IPv4 address, whatever the packet's family.
 	Source netip.Addr
 	Label  string
 	Dest   netip.Addr

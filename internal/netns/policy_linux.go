@@ -27,8 +27,13 @@ type restriction struct {
 	fed  []map[netip.Addr]time.Time // by rule: until when, as the kernel knows it too
 }
 
-func (r *restriction) chain() string        { return r.stem }
-func (r *restriction) set(i int) string     { return fmt.Sprintf("%s_set%d", r.stem, i) }
+func (r *restriction) chain() string { return r.stem }
+func (r *restriction) set(i int, f family) string {
+	if f == v6 {
+		return fmt.Sprintf("%s_set%d_6", r.stem, i)
+	}
+	return fmt.Sprintf("%s_set%d", r.stem, i)
+}
 func (r *restriction) refusal(i int) string { return fmt.Sprintf("%s_deny%d", r.stem, i) } // len(Rules.Rules): the default
 func (r *restriction) usesSet(i int) bool   { return r.Rules.Rules[i].Fed }
 func (r *restriction) verdict() *expr.Verdict {
@@ -177,7 +182,8 @@ func (t *table) forget(c *nftables.Conn, r *restriction) {
 	}
 	for i := range r.Rules.Rules {
 		if r.usesSet(i) {
-			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i)})
+			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i, v4)})
+			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i, v6)})
 		}
 	}
 }
@@ -205,7 +211,7 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 		in := r.fed[i]
 		var fresh []netip.Addr
 		for _, a := range addrs {
-			if a.Is4() && in[a].Before(until) {
+			if in[a].Before(until) {
 				fresh = append(fresh, a)
 			}
 		}
@@ -228,14 +234,21 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 	}
 	err := t.locked(func(c *nftables.Conn) error {
 		for _, f := range all {
-			set := t.fedSet(r, f.rule, 0)
-			elements := make([]nftables.SetElement, len(f.addrs))
-			for i, a := range f.addrs {
-				elements[i] = nftables.SetElement{Key: a.AsSlice(), Timeout: max(time.Until(until), time.Millisecond)}
-			}
-			// An element that is there keeps its time, and one that is not cannot be deleted: so all three.
-			if err := errors.Join(c.SetAddElements(set, elements), c.SetDeleteElements(set, elements), c.SetAddElements(set, elements)); err != nil {
-				return err
+			for _, of := range []family{v4, v6} {
+				set := t.fedSet(r, f.rule, of, 0)
+				var elements []nftables.SetElement
+				for _, a := range f.addrs {
+					if a.Is4() == (of == v4) {
+						elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: max(time.Until(until), time.Millisecond)})
+					}
+				}
+				if elements == nil {
+					continue
+				}
+				// An element that is there keeps its time, and one that is not cannot be deleted: so all three.
+				if err := errors.Join(c.SetAddElements(set, elements), c.SetDeleteElements(set, elements), c.SetAddElements(set, elements)); err != nil {
+					return err
+				}
 			}
 		}
 		return nil
@@ -251,8 +264,12 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 	return nil
 }
 
-func (t *table) fedSet(r *restriction, i int, id uint32) *nftables.Set {
-	return &nftables.Set{Table: t.nft, ID: id, Name: r.set(i), HasTimeout: true, KeyType: nftables.TypeIPAddr, Size: 2 * MaxFed}
+func (t *table) fedSet(r *restriction, i int, f family, id uint32) *nftables.Set {
+	kind := nftables.TypeIPAddr
+	if f == v6 {
+		kind = nftables.TypeIP6Addr
+	}
+	return &nftables.Set{Table: t.nft, ID: id, Name: r.set(i, f), HasTimeout: true, KeyType: kind, Size: 2 * MaxFed}
 }
 
 // setNumber is a number by which the batch under way names a new set. The caller holds mu.
@@ -279,51 +296,57 @@ func (t *table) describeRestriction(c *nftables.Conn, r *restriction) error {
 	now := time.Now()
 	for i := range r.Rules.Rules {
 		it := &r.Rules.Rules[i]
-		about, ok := destination(it)
-		if !ok {
-			if r.refuses(i) {
-				refuse(i) // so that every restriction has the same parts
-			}
-			continue
-		}
+		abouts := [][]expr.Any{destination(it)}
 		if it.Fed {
-			set := t.fedSet(r, i, t.setNumber())
-			var elements []nftables.SetElement
-			for a, end := range r.fed[i] {
-				if left := end.Sub(now); left > time.Millisecond && a.Is4() {
-					elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: left})
+			abouts = nil
+			for _, f := range []family{v4, v6} {
+				set := t.fedSet(r, i, f, t.setNumber())
+				var elements []nftables.SetElement
+				for a, end := range r.fed[i] {
+					if left := end.Sub(now); left > time.Millisecond && a.Is4() == (f == v4) {
+						elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: left})
+					}
 				}
+				errs = append(errs, c.AddSet(set, elements))
+				abouts = append(abouts, slices.Concat(f.destination(), lookup(set, true)))
 			}
-			errs = append(errs, c.AddSet(set, elements))
-			about = slices.Concat(address(16), lookup(set, true))
 		}
 		then := verdict(expr.VerdictAccept)
 		if !it.Allow {
 			then = refuse(i)
 		}
-		flows, err := t.traffic(c, it)
-		errs = append(errs, err)
-		for _, flow := range flows {
-			rule(chain, flow, about, then)
+		for _, about := range abouts {
+			flows, err := t.traffic(c, it) // for each anew: a set of ports is of one rule
+			errs = append(errs, err)
+			for _, flow := range flows {
+				rule(chain, flow, about, then)
+			}
 		}
 	}
 	rule(chain, refuse(len(r.Rules.Rules)))
 	return errors.Join(errs...)
 }
 
-// destination matches the addresses of a rule that is not fed; not ok is one of another family.
-func destination(r *Rule) (match []expr.Any, ok bool) {
-	p := r.Prefix
-	switch {
-	case r.Fed, !p.IsValid(), p.Addr().Is4() && p.Bits() == 0:
-		return nil, true
-	case !p.Addr().Is4():
-		return nil, false
+// destination matches the addresses of a rule that is not fed.
+func destination(r *Rule) []expr.Any {
+	p := r.Prefix.Masked()
+	if !p.IsValid() {
+		return nil
 	}
-	mask := binary.BigEndian.AppendUint32(nil, ^uint32(0)<<(32-p.Bits()))
-	return append(address(16),
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: mask, Xor: make([]byte, 4)},
-		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Masked().Addr().AsSlice()}), true
+	f := v4
+	if p.Addr().Is6() {
+		f = v6
+	}
+	if p.Bits() == 0 {
+		return f.is()
+	}
+	mask := make([]byte, f.length)
+	for i := range p.Bits() {
+		mask[i/8] |= 1 << (7 - i%8)
+	}
+	return append(f.destination(),
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: f.length, Mask: mask, Xor: make([]byte, f.length)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Addr().AsSlice()})
 }
 
 var everyPort = []Ports{{0, 65535}}
@@ -373,16 +396,16 @@ func (t *table) traffic(c *nftables.Conn, r *Rule) (matches [][]expr.Any, err er
 
 // restrictedChains adds what all restricted sandboxes share: the ways to the resolver and the proxy, and words for what no
 // rule opens.
-func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain, dropped *nftables.Set) error {
+func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain, dropped privateSets) error {
 	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
 		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
-	}
-	isIn := func(set *nftables.Set) []expr.Any {
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(set, true)[0]}
 	}
 	isRestricted, isProxied := isIn(t.policied), isIn(t.proxied)
 	nat := c.AddChain(&nftables.Chain{Table: t.nft, Name: "to_service", Type: nftables.ChainTypeNAT,
 		Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
+	if !t.way6 { // to this host, whatever it is, where toHost refuses it
+		rule(nat, t.ours(expr.MetaKeyIIFNAME, true), v6.is(), []expr.Any{&expr.Redir{}})
+	}
 	for _, way := range []struct {
 		who      []expr.Any
 		protocol byte
@@ -403,25 +426,32 @@ func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain
 			protocol(way.protocol), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(way.to)}}, verdict(expr.VerdictAccept))
 	}
 	for _, label := range []string{LabelPrivate, LabelLocal} {
-		// One limit per sandbox.
-		meter := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "seen_" + label, Dynamic: true, HasTimeout: true, Timeout: time.Minute,
-			Size: slotCount, KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
-		if err := c.AddSet(meter, nil); err != nil {
+		note, err := t.seen(c, label)
+		if err != nil {
 			return err
 		}
 		deny := c.AddChain(&nftables.Chain{Table: t.nft, Name: "deny_" + label})
-		rule(deny, []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
-			&expr.Dynset{SrcRegKey: 1, SetID: meter.ID, SetName: meter.Name, Operation: unix.NFT_DYNSET_OP_UPDATE, Exprs: seldom()}}, t.report(label))
+		rule(deny, note)
 		t.reject(c, deny)
 		if label == LabelPrivate {
 			for _, chain := range []*nftables.Chain{outOf, toHost} {
-				rule(chain, isRestricted, address(16), lookup(dropped, true), goTo(deny))
+				for _, match := range dropped.match() {
+					rule(chain, isRestricted, match, goTo(deny))
+				}
 			}
 		} else {
 			rule(toHost, isRestricted, goTo(deny))
 		}
 	}
 	return nil
+}
+
+// seen reports packets under a label that no rule has, within a limit for each sandbox.
+func (t *table) seen(c *nftables.Conn, label string) ([]expr.Any, error) {
+	meter := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "seen_" + label, Dynamic: true, HasTimeout: true, Timeout: time.Minute,
+		Size: slotCount, KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
+	return append([]expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
+		&expr.Dynset{SrcRegKey: 1, SetID: meter.ID, SetName: meter.Name, Operation: unix.NFT_DYNSET_OP_UPDATE, Exprs: seldom()}}, t.report(label)...), c.AddSet(meter, nil)
 }
 
 // reject ends chain: whoever waits for an answer learns at once that there will be none.
@@ -433,9 +463,8 @@ func (t *table) reject(c *nftables.Conn, chain *nftables.Chain) {
 
 // report sends the head of a packet to the group of this root.
 func (t *table) report(label string) []expr.Any {
-	const snap = 64 // IPv4 with options and ports would need 64
 	return []expr.Any{&expr.Log{Key: 1<<unix.NFTA_LOG_GROUP | 1<<unix.NFTA_LOG_PREFIX | 1<<unix.NFTA_LOG_SNAPLEN,
-		Group: t.group(), Snaplen: snap, Data: []byte(label)}}
+		Group: t.group(), Snaplen: reportedHead, Data: []byte(label)}}
 }
 
 // group is the number under which the kernel reports: that of the block, which no other root of this host has.

@@ -1,7 +1,6 @@
 package netns
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -16,24 +15,27 @@ import (
 )
 
 // table is the wall: one nftables table of family inet per root. It judges only what enters or leaves by an interface
-// of ours, or claims an address of our block; all else passes untouched.
+// of ours, or claims an address of our blocks; all else passes untouched.
 //
-//	raw      anti-spoof: IPv4 only, and only (interface, source) pairs of the set bound
+//	raw      anti-spoof: only (interface, source) pairs of the sets bound and bound6
 //	forward  from a sandbox: other sandboxes and private never; what is established goes on; then egress, one verdict
-//	         per interface; else drop. To a sandbox: only answers, and only to pairs of bound
+//	         per interface; else drop. To a sandbox: only answers, and only to pairs of bound and bound6
 //	input    from a sandbox to any address of this host: drop
 //	output   from this host to a sandbox: only answers and ICMP errors of its flows
-//	nat      masquerade what leaves the block
+//	nat      masquerade what leaves the blocks
 //
-// Attaching a sandbox adds one element to bound and one to egress. A restricted one (policy_linux.go) has a chain of its
+// Where this host has no way out over IPv6, all that a sandbox sends by it is refused: led to this host itself, since older
+// kernels cannot refuse before the route is known, and refused there.
+//
+// Attaching a sandbox adds one element to bound, bound6 and egress each. A restricted one (policy_linux.go) has a chain of its
 // own, and a goto instead of the accept in egress; it is in the set policied too, so that what it sends to port 53 is
 // redirected to the resolver, and that it learns what it may not. One that is only behind the proxy is not.
 type table struct {
 	name, prefix string
-	block        netip.Prefix
+	block, twin  netip.Prefix // of IPv4 and IPv6
 
-	nft           *nftables.Table
-	bound, egress *nftables.Set
+	nft                   *nftables.Table
+	bound, bound6, egress *nftables.Set
 	// The interfaces of restricted sandboxes whose lookups go to the resolver, and of those whose web traffic goes to a proxy.
 	policied, proxied *nftables.Set
 
@@ -41,6 +43,7 @@ type table struct {
 	// takes transactions one by one anyway, so the lock is held over each.
 	mu   sync.Mutex
 	conn *nftables.Conn
+	way6 bool // this host has a way out over IPv6
 	// What it takes to put the table up again.
 	held       map[entry]bool          // what bound holds; true: egress too
 	restricted map[string]*restriction // by interface
@@ -51,19 +54,23 @@ type table struct {
 // The numbers by which a batch names its own sets.
 const (
 	boundID = iota + 1
+	bound6ID
 	egressID
 	privateID
+	private6ID
 	policiedID
 	proxiedID
 	lastID
 )
 
-func newTable(tag, prefix string, block netip.Prefix) *table {
-	t := &table{name: "shard_" + tag, prefix: prefix, block: block, held: map[entry]bool{},
+func newTable(tag, prefix string, block, twin netip.Prefix) *table {
+	t := &table{name: "shard_" + tag, prefix: prefix, block: block, twin: twin, held: map[entry]bool{},
 		restricted: map[string]*restriction{}, sets: lastID}
 	t.nft = &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
 	t.bound = &nftables.Set{Table: t.nft, ID: boundID, Name: "bound", Concatenation: true,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIPAddr)}
+	t.bound6 = &nftables.Set{Table: t.nft, ID: bound6ID, Name: "bound6", Concatenation: true,
+		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIP6Addr)}
 	t.egress = &nftables.Set{Table: t.nft, ID: egressID, Name: "egress", IsMap: true,
 		KeyType: nftables.TypeIFName, DataType: nftables.TypeVerdict, KeyByteOrder: binaryutil.NativeEndian}
 	t.policied = &nftables.Set{Table: t.nft, ID: policiedID, Name: "policied", KeyType: nftables.TypeIFName, KeyByteOrder: binaryutil.NativeEndian}
@@ -75,10 +82,27 @@ func newTable(tag, prefix string, block netip.Prefix) *table {
 type entry struct {
 	iface string
 	addr  netip.Addr
+	addr6 netip.Addr // zero where there is no IPv6
 }
 
 func (e entry) boundElement() []nftables.SetElement {
 	return []nftables.SetElement{{Key: append(ifname(e.iface), e.addr.AsSlice()...)}}
+}
+
+func (e entry) bound6Element() []nftables.SetElement {
+	if !e.addr6.IsValid() {
+		return nil
+	}
+	return []nftables.SetElement{{Key: append(ifname(e.iface), e.addr6.AsSlice()...)}}
+}
+
+// bind adds what says which addresses are the entry's.
+func (t *table) bind(c *nftables.Conn, e entry) error {
+	err := c.SetAddElements(t.bound, e.boundElement())
+	if six := e.bound6Element(); six != nil {
+		err = errors.Join(err, c.SetAddElements(t.bound6, six))
+	}
+	return err
 }
 
 func ifname(s string) []byte {
@@ -156,13 +180,24 @@ func (t *table) restore() (vanished bool, err error) {
 	return vanished, err
 }
 
+// setWay6 says whether this host has a way out over IPv6. Flows that are open over IPv6 end where it has none.
+func (t *table) setWay6(way bool) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.way6 = way
+	return t.locked(t.describe)
+}
+
 // describe is the whole table with all that is held.
 func (t *table) describe(c *nftables.Conn) error {
 	c.AddTable(t.nft) // so that the deletion cannot fail
 	c.DelTable(t.nft)
 	c.AddTable(t.nft)
-	dropped := &nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr}
-	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil), c.AddSet(dropped, intervals(private)))
+	dropped := privateSets{
+		&nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr},
+		&nftables.Set{Table: t.nft, ID: private6ID, Name: "private6", Interval: true, KeyType: nftables.TypeIP6Addr}}
+	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.bound6, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil),
+		c.AddSet(dropped.v4, intervals(private(true))), c.AddSet(dropped.v6, intervals(private(false))))
 	for iface, r := range t.restricted {
 		err = errors.Join(err, t.describeRestriction(c, r))
 		for _, set := range t.redirects(r) {
@@ -171,7 +206,7 @@ func (t *table) describe(c *nftables.Conn) error {
 	}
 	err = errors.Join(err, t.chains(c, dropped))
 	for e, opened := range t.held {
-		err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()))
+		err = errors.Join(err, t.bind(c, e))
 		if opened {
 			err = errors.Join(err, c.SetAddElements(t.egress, egressElement(e.iface, t.restricted[e.iface])))
 		}
@@ -179,7 +214,15 @@ func (t *table) describe(c *nftables.Conn) error {
 	return err
 }
 
-func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) error {
+// privateSets are the destinations that no sandbox reaches.
+type privateSets struct{ v4, v6 *nftables.Set }
+
+// match is of each family a match of packets to them.
+func (p privateSets) match() [][]expr.Any {
+	return [][]expr.Any{slices.Concat(v4.destination(), lookup(p.v4, true)), slices.Concat(v6.destination(), lookup(p.v6, true))}
+}
+
+func (t *table) chains(c *nftables.Conn, dropped privateSets) error {
 	chain := func(name string, hook *nftables.ChainHook, priority *nftables.ChainPriority, kind nftables.ChainType) *nftables.Chain {
 		return c.AddChain(&nftables.Chain{Table: t.nft, Name: name, Hooknum: hook, Priority: priority, Type: kind})
 	}
@@ -201,21 +244,38 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) error {
 	rule(raw, t.ours(expr.MetaKeyIIFNAME, true), jump(fromSandbox))
 	// An address of the block comes in from elsewhere only by forgery: answers carry this host's address until later.
 	// (This host speaks to its own ends of the links by lo.)
-	rule(raw, notLoopback(), ipv4(true), t.inBlock(16), drop())
+	rule(raw, notLoopback(), v4.inBlock(t.block, v4.to), drop())
+	rule(raw, notLoopback(), v6.inBlock(t.twin, v6.to), drop())
 
-	rule(fromSandbox, ipv4(false), drop())
-	rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, 12, false), drop())
-	rule(fromSandbox, verdict(expr.VerdictAccept))
+	rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, v4, v4.from), verdict(expr.VerdictAccept))
+	if !t.way6 {
+		note, err := t.seen(c, LabelIPv6)
+		if err != nil {
+			return err
+		}
+		rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, v6, v6.from), isIn(t.policied), note)
+	}
+	rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, v6, v6.from), verdict(expr.VerdictAccept))
+	rule(fromSandbox, drop())
 
 	forward := chain("forward", nftables.ChainHookForward, nftables.ChainPriorityFilter, filter)
 	rule(forward, t.ours(expr.MetaKeyIIFNAME, true), jump(outOf))
 	rule(forward, t.ours(expr.MetaKeyOIFNAME, true), jump(into))
 
+	if !t.way6 {
+		noWay := chain("no_ipv6", nil, nil, "")
+		t.reject(c, noWay)
+		for _, from := range []*nftables.Chain{outOf, toHost} {
+			rule(from, v6.is(), goTo(noWay))
+		}
+	}
 	if err := t.restrictedChains(c, outOf, toHost, dropped); err != nil {
 		return err
 	}
 	rule(outOf, t.ours(expr.MetaKeyOIFNAME, true), drop())
-	rule(outOf, address(16), lookup(dropped, true), drop())
+	for _, match := range dropped.match() {
+		rule(outOf, match, drop())
+	}
 	rule(outOf, ctState(expr.CtStateBitINVALID), drop())
 	rule(outOf, ctState(expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED), verdict(expr.VerdictAccept))
 	rule(outOf, []expr.Any{
@@ -224,9 +284,9 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) error {
 	})
 	rule(outOf, drop())
 
-	rule(into, ipv4(false), drop())
-	rule(into, t.isBound(expr.MetaKeyOIFNAME, 16, false), drop())
-	rule(into, ctState(expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED), verdict(expr.VerdictAccept))
+	for _, f := range []family{v4, v6} {
+		rule(into, t.isBound(expr.MetaKeyOIFNAME, f, f.to), ctState(expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED), verdict(expr.VerdictAccept))
+	}
 	rule(into, drop())
 
 	rule(chain("input", nftables.ChainHookInput, nftables.ChainPriorityFilter, filter), t.ours(expr.MetaKeyIIFNAME, true), jump(toHost))
@@ -234,7 +294,8 @@ func (t *table) chains(c *nftables.Conn, dropped *nftables.Set) error {
 	rule(chain("output", nftables.ChainHookOutput, nftables.ChainPriorityFilter, filter), t.ours(expr.MetaKeyOIFNAME, true), jump(into))
 
 	nat := chain("nat", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, nftables.ChainTypeNAT)
-	rule(nat, ipv4(true), t.inBlock(12), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
+	rule(nat, v4.inBlock(t.block, v4.from), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
+	rule(nat, v6.inBlock(t.twin, v6.from), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
 	return nil
 }
 
@@ -244,7 +305,7 @@ func (t *table) open(entries ...entry) error {
 	defer t.mu.Unlock()
 	err := t.locked(func(c *nftables.Conn) (err error) {
 		for _, e := range entries {
-			err = errors.Join(err, c.SetAddElements(t.bound, e.boundElement()), c.SetAddElements(t.egress, egressElement(e.iface, t.restricted[e.iface])))
+			err = errors.Join(err, t.bind(c, e), c.SetAddElements(t.egress, egressElement(e.iface, t.restricted[e.iface])))
 		}
 		return err
 	})
@@ -262,10 +323,16 @@ func (t *table) shut(e entry) error {
 	defer t.mu.Unlock()
 	delete(t.held, e)
 	unbind := func(c *nftables.Conn) error { return c.SetDeleteElements(t.bound, e.boundElement()) }
+	unbind6 := func(c *nftables.Conn) error {
+		if six := e.bound6Element(); six != nil {
+			return c.SetDeleteElements(t.bound6, six)
+		}
+		return nil
+	}
 	forbid := func(c *nftables.Conn) error {
 		return c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}})
 	}
-	err := t.locked(func(c *nftables.Conn) error { return errors.Join(unbind(c), forbid(c)) })
+	err := t.locked(func(c *nftables.Conn) error { return errors.Join(unbind(c), unbind6(c), forbid(c)) })
 	if err == nil {
 		return t.unrestrict(e)
 	}
@@ -274,7 +341,7 @@ func (t *table) shut(e entry) error {
 	}
 	// One missing element undoes the whole transaction, so each alone.
 	err = nil
-	for _, part := range []func(*nftables.Conn) error{unbind, forbid} {
+	for _, part := range []func(*nftables.Conn) error{unbind, unbind6, forbid} {
 		if e := t.locked(part); !errors.Is(e, unix.ENOENT) {
 			err = errors.Join(err, e)
 		}
@@ -291,15 +358,23 @@ func (t *table) remove() error {
 	})
 }
 
-// intervals turns prefixes, ascending and apart, into the elements of an interval set.
+// intervals turns prefixes of one family, ascending and apart, into the elements of an interval set.
 func intervals(prefixes []netip.Prefix) []nftables.SetElement {
 	var out []nftables.SetElement
+	var end netip.Addr
 	for _, p := range prefixes {
-		first := p.Addr().As4()
-		out = append(out, nftables.SetElement{Key: first[:]})
-		end := binary.BigEndian.Uint32(first[:]) + 1<<(32-p.Bits())
-		if end != 0 { // an interval up to the last address has no end
-			out = append(out, nftables.SetElement{Key: binary.BigEndian.AppendUint32(nil, end), IntervalEnd: true})
+		if p.Addr() == end { // it goes on where the one before ended
+			out = out[:len(out)-1]
+		} else {
+			out = append(out, nftables.SetElement{Key: p.Addr().AsSlice()})
+		}
+		last := p.Addr().AsSlice()
+		for i := p.Bits(); i < len(last)*8; i++ {
+			last[i/8] |= 1 << (7 - i%8)
+		}
+		a, _ := netip.AddrFromSlice(last)
+		if end = a.Next(); end.IsValid() { // an interval up to the last address has no end
+			out = append(out, nftables.SetElement{Key: end.AsSlice(), IntervalEnd: true})
 		}
 	}
 	return out
@@ -310,34 +385,57 @@ func (t *table) ours(key expr.MetaKey, yes bool) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: key, Register: 1}, &expr.Cmp{Op: op(yes), Register: 1, Data: []byte(t.prefix)}}
 }
 
-// isBound matches (interface, address) pairs in bound; offset is 12 for the source address, 16 for the destination.
-func (t *table) isBound(key expr.MetaKey, offset uint32, yes bool) []expr.Any {
-	return []expr.Any{
-		&expr.Meta{Key: key, Register: 1},
-		&expr.Payload{DestRegister: 2, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4},
-		&expr.Lookup{SourceRegister: 1, SetName: t.bound.Name, SetID: t.bound.ID, Invert: !yes},
-	}
+// family is where a family of addresses has them in a packet's head: where that of the source begins and that of the
+// destination, and their length, in bytes.
+type family struct {
+	number   byte
+	from, to uint32
+	length   uint32
 }
 
-// inBlock matches addresses of our block.
-func (t *table) inBlock(offset uint32) []expr.Any {
-	first := t.block.Addr().As4()
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 2},
-		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: first[:2]},
-	}
+var (
+	v4 = family{unix.NFPROTO_IPV4, 12, 16, 4}
+	v6 = family{unix.NFPROTO_IPV6, 8, 24, 16}
+)
+
+// is matches the packets of the family: before a look at their addresses stands this.
+func (f family) is() []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{f.number}}}
 }
 
-func address(offset uint32) []expr.Any {
-	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4}}
+// destination loads it.
+func (f family) destination() []expr.Any {
+	return append(f.is(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: f.to, Len: f.length})
+}
+
+// inBlock matches an address at offset of a block whose length is in whole bytes; nothing where there is no block.
+func (f family) inBlock(block netip.Prefix, offset uint32) []expr.Any {
+	if !block.IsValid() {
+		return append(f.is(), &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{f.number}})
+	}
+	bytes := block.Bits() / 8
+	return append(f.is(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: uint32(bytes)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: block.Addr().AsSlice()[:bytes]})
+}
+
+// isBound matches (interface, address) pairs in the family's set; offset is of the address.
+func (t *table) isBound(key expr.MetaKey, f family, offset uint32) []expr.Any {
+	set := t.bound
+	if f == v6 {
+		set = t.bound6
+	}
+	return append(f.is(), &expr.Meta{Key: key, Register: 1},
+		&expr.Payload{DestRegister: 2, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: f.length},
+		&expr.Lookup{SourceRegister: 1, SetName: set.Name, SetID: set.ID})
+}
+
+// isIn matches packets that came by an interface of a set.
+func isIn(set *nftables.Set) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(set, true)[0]}
 }
 
 func lookup(s *nftables.Set, yes bool) []expr.Any {
 	return []expr.Any{&expr.Lookup{SourceRegister: 1, SetName: s.Name, SetID: s.ID, Invert: !yes}}
-}
-
-func ipv4(yes bool) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, &expr.Cmp{Op: op(yes), Register: 1, Data: []byte{unix.NFPROTO_IPV4}}}
 }
 
 func notLoopback() []expr.Any {
