@@ -6,25 +6,27 @@ import "time"
 
 // Sandbox is the public record of one sandbox (contract §1.1).
 type Sandbox struct {
-	ID            string        `json:"id"`
-	Name          string        `json:"name,omitempty"`
-	Image         string        `json:"image"`
-	Digest        string        `json:"digest,omitempty"`
-	Snapshot      string        `json:"snapshot,omitempty"`
-	ForkedFrom    string        `json:"forked_from,omitempty"`
-	Provider      string        `json:"provider"`
-	Kernel        string        `json:"kernel,omitempty"`
-	State         State         `json:"state"`
-	StoppedReason string        `json:"stopped_reason,omitempty"`
-	FailedReason  string        `json:"failed_reason,omitempty"`
-	OOM           *OOM          `json:"oom,omitempty"`
-	Resources     Resources     `json:"resources"`
-	Processes     []Process     `json:"processes,omitempty"`
-	Secrets       []string      `json:"secrets,omitempty"`
-	Policy        string        `json:"policy,omitempty"`
-	Ports         []PortForward `json:"ports,omitempty"`
-	CreatedAt     time.Time     `json:"created_at"`
-	StartedAt     *time.Time    `json:"started_at,omitempty"`
+	ID            string    `json:"id"`
+	Name          string    `json:"name,omitempty"`
+	Image         string    `json:"image"`
+	Digest        string    `json:"digest,omitempty"`
+	Snapshot      string    `json:"snapshot,omitempty"`
+	ForkedFrom    string    `json:"forked_from,omitempty"`
+	Provider      string    `json:"provider"`
+	Kernel        string    `json:"kernel,omitempty"`
+	State         State     `json:"state"`
+	StoppedReason string    `json:"stopped_reason,omitempty"`
+	FailedReason  string    `json:"failed_reason,omitempty"`
+	OOM           *OOM      `json:"oom,omitempty"`
+	Resources     Resources `json:"resources"`
+	Processes     []Process `json:"processes,omitempty"`
+	Secrets       []string  `json:"secrets,omitempty"`
+	// Misuses counts what the sandbox tried with placeholders, one entry per secret.
+	Misuses   []SecretMisuse `json:"misuses,omitempty"`
+	Policy    string         `json:"policy,omitempty"`
+	Ports     []PortForward  `json:"ports,omitempty"`
+	CreatedAt time.Time      `json:"created_at"`
+	StartedAt *time.Time     `json:"started_at,omitempty"`
 }
 
 // Ref is how a person names the sandbox: its name, else its id.
@@ -196,6 +198,16 @@ type Secret struct {
 	Placeholder  string    `json:"placeholder"`
 	OnMisuse     string    `json:"on_misuse,omitempty"`
 	UpdatedAt    time.Time `json:"updated_at"`
+}
+
+// SecretMisuse counts how often a sandbox sent the placeholder of a secret where its value must not go, and tells the newest
+// case: the host that was meant, and why that was none of the secret's.
+type SecretMisuse struct {
+	Secret string    `json:"secret"`
+	Count  int64     `json:"count"`
+	LastAt time.Time `json:"last_at"`
+	Host   string    `json:"host,omitempty"`
+	Reason string    `json:"reason,omitempty"`
 }
 
 // PolicyRule is a rule as a person writes it: an action, allow or deny, and `DEST [tcp|udp[:PORTS]]`.

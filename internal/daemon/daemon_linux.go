@@ -30,6 +30,7 @@ import (
 	"github.com/useshards/shard/internal/provider"
 	"github.com/useshards/shard/internal/provider/oci"
 	"github.com/useshards/shard/internal/rootfs"
+	"github.com/useshards/shard/internal/secret"
 	"github.com/useshards/shard/internal/store"
 )
 
@@ -155,16 +156,46 @@ func open(ctx context.Context, o Options) (_ *parts, err error) {
 	if err != nil {
 		return nil, err
 	}
+	secrets, err := openSecrets(o)
+	if err != nil {
+		return nil, err
+	}
 	enforcer := egress.Open(egress.Config{Wall: network, CA: authority, Nameservers: o.DNS, Log: o.Log,
+		Secrets: secrets.Held, Misused: secrets.Misused,
 		Dir: func(id string) string { return filepath.Join(o.Root, "sandboxes", id) }})
 	p.closers = append(p.closers, func() error { enforcer.Close(); return nil })
-	p.engine, err = engine.Open(ctx, engine.Config{Enforcer: policed{enforcer}, Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
+	p.engine, err = engine.Open(ctx, engine.Config{Enforcer: policed{enforcer}, Secrets: secrets, Root: o.Root, Default: o.Provider, Providers: providers, Images: p.images,
 		Roots: roots, Net: network, Cgroups: cgroups, Nameservers: o.DNS, Log: o.Log})
 	if err != nil {
 		return nil, err
 	}
 	p.closers = append(p.closers, func() error { p.engine.Close(); return nil })
 	return p, nil
+}
+
+// credential is the name of the host key among the credentials that systemd gives the daemon.
+const credential = "secret-key"
+
+// openSecrets opens the store of secrets, with the host key if there is one. From then on this process leaves no core dump
+// and can be looked into by root alone.
+func openSecrets(o Options) (*secret.Store, error) {
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return nil, fmt.Errorf("forbid core dumps: %w", err)
+	}
+	file := o.SecretKeyFile
+	if dir := os.Getenv("CREDENTIALS_DIRECTORY"); file == "" && dir != "" {
+		if _, err := os.Lstat(filepath.Join(dir, credential)); !errors.Is(err, os.ErrNotExist) {
+			file = filepath.Join(dir, credential)
+		}
+	}
+	var key *secret.Key
+	if file != "" {
+		var err error
+		if key, err = secret.ReadKey(file); err != nil {
+			return nil, shard.Errorf(shard.CodeInvalidRequest, "%w", err)
+		}
+	}
+	return secret.Open(filepath.Join(o.Root, "secrets"), key, o.Log)
 }
 
 // policed is an egress.Enforcer as the engine names its parts.

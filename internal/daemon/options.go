@@ -20,9 +20,11 @@ type Options struct {
 	// Insecure are the registries that may be spoken to without verified TLS.
 	Insecure []string
 	// DNS are the IPv4 addresses that sandboxes ask for names; none means the host's public ones, else well-known ones.
-	DNS     []string
-	Version string
-	Log     *slog.Logger
+	DNS []string
+	// SecretKeyFile holds the key with which secrets are encrypted at rest; "" is the credential that systemd gives, if any.
+	SecretKeyFile string
+	Version       string
+	Log           *slog.Logger
 }
 
 // defaultProvider is what isolates and works on every Linux host. runc isolates nothing and is never picked.

@@ -157,8 +157,6 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version cannot make a sandbox from a snapshot: give an image")
 	case req.Image == "":
 		return nil, nil, shard.Invalidf("image is missing: name the image to make the sandbox from")
-	case len(req.Secrets) > 0:
-		return nil, nil, shard.Errorf(shard.CodeUnsupported, "this version has no secrets: create the sandbox without them")
 	}
 	if req.Name != "" {
 		if err := shard.CheckName("sandbox", req.Name); err != nil {
@@ -173,7 +171,7 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		return nil, nil, err
 	}
 	release() // claim looks again
-	if err := e.enforceable(&shard.Sandbox{Policy: req.Policy}); err != nil {
+	if err := e.enforceable(&shard.Sandbox{Policy: req.Policy, Secrets: req.Secrets}); err != nil {
 		return nil, nil, err
 	}
 	if err := checkWorkdir(req.Workdir); err != nil {
@@ -197,11 +195,17 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 	}
 	token := make([]byte, 32)
 	_, _ = rand.Read(token)
-	return &record{
+	rec := &record{
 		Sandbox: shard.Sandbox{Name: req.Name, Image: ref, Provider: p.Name(), State: shard.StatePending,
 			Policy: req.Policy, Resources: resources, Ports: ports, CreatedAt: time.Now().UTC().Truncate(time.Microsecond)},
 		Env: req.Env, Workdir: req.Workdir, User: req.User, Token: token,
-	}, p, nil
+	}
+	e.granting.RLock()
+	defer e.granting.RUnlock()
+	if err := e.planSecrets(rec, req.Secrets); err != nil { // claim looks again
+		return nil, nil, err
+	}
+	return rec, p, nil
 }
 
 func checkWorkdir(dir string) error {
@@ -267,6 +271,11 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 		return nil, err
 	}
 	defer release()
+	e.granting.RLock()
+	defer e.granting.RUnlock()
+	if err := e.planSecrets(rec, rec.Sandbox.Secrets); err != nil {
+		return nil, err
+	}
 	e.mu.Lock()
 	if name := rec.Sandbox.Name; name != "" {
 		if _, taken := e.names[name]; taken {
@@ -331,6 +340,11 @@ func (e *Engine) runJob(ctx context.Context, sb *sandbox, p provider.Provider, i
 	base := img.Config.Env
 	if !slices.ContainsFunc(base, func(kv string) bool { return strings.HasPrefix(kv, "PATH=") }) {
 		base = append([]string{defaultPath}, base...)
+	}
+	for _, name := range rec.Sandbox.Secrets {
+		if hasVariable(base, name) {
+			return shard.Invalidf("the environment of the image has %s already: a secret of that name would replace it", name)
+		}
 	}
 	rec.Env = shard.MergeEnv(base, req.Env...)
 	if rec.Workdir == "" {

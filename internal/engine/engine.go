@@ -8,12 +8,14 @@
 //	sandbox.verb   one verb at a time per sandbox; held over slow work; waits end with the caller's context
 //	policies.change
 //	               a policy changes, or a sandbox gets one; held over the write of a record and over its enforcement
+//	Engine.granting
+//	               the same for secrets
 //	Engine.mu      the maps of sandboxes and names
 //	sandbox.mu     what runs in one sandbox: the live machine, its commands
 //
 // forwards.mu stands beside the first: it is held over one change of a sandbox's ports.
 //
-// No lock but the first two is held over I/O. Records are read without any: they are replaced, never changed.
+// No lock but the first three is held over I/O. Records are read without any: they are replaced, never changed.
 package engine
 
 import (
@@ -39,6 +41,7 @@ import (
 	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/provider"
 	"github.com/useshards/shard/internal/rootfs"
+	"github.com/useshards/shard/internal/secret"
 	"github.com/useshards/shard/internal/store"
 )
 
@@ -57,6 +60,7 @@ type Config struct {
 	Nameservers []string
 	// Enforcer keeps sandboxes to their policies; nil while there is none.
 	Enforcer Enforcer
+	Secrets  *secret.Store
 	Log      *slog.Logger
 }
 
@@ -65,6 +69,8 @@ type Engine struct {
 	Config
 	records  *store.Records[record]
 	policies *policies
+	// granting is held for writing while a secret changes, for reading while a sandbox gets or loses one.
+	granting sync.RWMutex
 
 	ctx    context.Context // ends background work
 	cancel context.CancelFunc
@@ -109,6 +115,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.wg.Go(func() { e.ListProviders(e.ctx) }) // the first create need not wait for the probes
 	e.wg.Go(e.restartLoop)
+	e.wg.Go(e.watchMisuses)
 	e.wg.Go(e.revive)
 	return e, nil
 }
@@ -142,6 +149,10 @@ type record struct {
 	Env     []string `json:"env"`
 	Workdir string   `json:"workdir"`
 	User    string   `json:"user"`
+	// Placeholders are what stands for the values of Sandbox.Secrets, by name.
+	Placeholders map[string]string `json:"placeholders,omitempty"`
+	// TrustFile is the file in the sandbox to which the proxy's certificate was added.
+	TrustFile string `json:"trust_file,omitempty"`
 	// Token is the agent's, from which it knows the host: 32 bytes.
 	Token []byte `json:"token"`
 	// Handle is the provider's, while a machine runs.

@@ -96,7 +96,7 @@ func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 	if req.Attach {
 		c.hold()
 	}
-	spec := guest.ExecSpec{ID: c.rec.ID, Argv: req.Command, Env: shard.MergeEnv(rec.Env, req.Env...),
+	spec := guest.ExecSpec{ID: c.rec.ID, Argv: req.Command, Env: shard.MergeEnv(rec.environment(), req.Env...),
 		Workdir: guest.Path(or(req.Workdir, rec.Workdir)), User: or(req.User, rec.User), Stdin: req.Stdin, TTY: req.TTY}
 	if req.Size != nil {
 		spec.Rows, spec.Cols = req.Size.Rows, req.Size.Cols

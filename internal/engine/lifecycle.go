@@ -74,13 +74,12 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 				return err
 			}
 		}
-		layers := make([]string, len(img.Layers))
-		for i, dir := range img.Layers {
-			layers[i] = filepath.Base(dir)
-		}
-		root, err := e.Roots.Mount(prepare, sb.dir, e.Images.LayersDir(), layers)
+		root, err := e.Roots.Mount(prepare, sb.dir, e.Images.LayersDir(), layerNames(img))
 		spec.Root = root
-		return err
+		if err != nil {
+			return err
+		}
+		return e.plant(rec, root)
 	})
 	g.Go(func() error {
 		att, err := e.Net.Attach(prepare, sb.id)

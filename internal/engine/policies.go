@@ -23,7 +23,7 @@ import (
 type Enforcer interface {
 	// Apply puts p in force for a sandbox in place of what was in force, at once and with nothing open in between. When
 	// it returns nil, p is in force; when it fails, what was in force stays. It is idempotent: the engine also calls it
-	// for what an earlier daemon applied.
+	// for what an earlier daemon applied. Of a sandbox that has secrets p is Proxied.
 	Apply(ctx context.Context, sandboxID string, addr netip.Addr, p *policy.Compiled) error
 	// Remove takes away what Apply made for a sandbox, which has no machine any more. Idempotent.
 	Remove(ctx context.Context, sandboxID string) error
@@ -32,6 +32,9 @@ type Enforcer interface {
 	Decisions(sandboxID string) (newest []json.RawMessage, cut int, live LiveDecisions, err error)
 	// Forget ends all readers of a sandbox that is being removed. Idempotent.
 	Forget(sandboxID string)
+	// Trust works out how a sandbox comes to trust what the enforcer shows it in the place of hosts that get secrets: which of
+	// its files of certificates, read by read, needs what at its end. An image without one is refused as an invalid request.
+	Trust(read func(path string) ([]byte, error)) (path string, add []byte, err error)
 	// Verdicts counts all decisions since the daemon began, by source and verdict.
 	Verdicts() map[[2]string]int64
 }
@@ -207,7 +210,11 @@ func (e *Engine) PutPolicy(ctx context.Context, name string, rules []shard.Polic
 		if !ok {
 			continue
 		}
-		if err := e.Enforcer.Apply(ctx, s.ID, addr, compiled); err != nil {
+		rules := compiled
+		if len(s.Secrets) > 0 {
+			rules = compiled.Proxied()
+		}
+		if err := e.Enforcer.Apply(ctx, s.ID, addr, rules); err != nil {
 			failed, errs = append(failed, s.Ref()), append(errs, err)
 		}
 	}
@@ -298,8 +305,11 @@ func (e *Engine) holdPolicy(name string) (release func(), err error) {
 
 // enforceable refuses to run a sandbox whose policy nothing would enforce.
 func (e *Engine) enforceable(s *shard.Sandbox) error {
-	if s.Policy == "" || e.Enforcer != nil {
+	switch {
+	case e.Enforcer != nil || s.Policy == "" && len(s.Secrets) == 0:
 		return nil
+	case s.Policy == "":
+		return shard.Errorf(shard.CodeUnsupported, "this daemon has no proxy, without which a secret is worth nothing: create the sandbox without secrets")
 	}
 	return shard.Errorf(shard.CodeUnsupported, "this daemon cannot enforce policy %q yet, and runs no sandbox without the rules it should have: "+
 		"detach the policy, or create the sandbox without one", s.Policy)
@@ -307,16 +317,26 @@ func (e *Engine) enforceable(s *shard.Sandbox) error {
 
 // enforce puts the sandbox's policy in force, if it has one, before anything runs in it.
 func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr) error {
-	if s.Policy == "" {
+	if s.Policy == "" && len(s.Secrets) == 0 {
 		return nil
 	}
+	e.Secrets.Lend(s.ID, s.Secrets)
 	e.policies.change.RLock()
 	defer e.policies.change.RUnlock()
-	compiled, missing := e.policies.compiled(s.Policy)
+	compiled, missing := policy.Unrestricted(), false
+	if s.Policy != "" {
+		compiled, missing = e.policies.compiled(s.Policy)
+	}
+	if len(s.Secrets) > 0 {
+		compiled = compiled.Proxied()
+	}
 	if missing {
 		e.Log.Warn("the policy of a sandbox is missing: nothing can be reached", "sandbox", s.ID, "policy", s.Policy)
 	}
 	if err := e.Enforcer.Apply(ctx, s.ID, addr, compiled); err != nil {
+		if s.Policy == "" {
+			return shard.Wrap(shard.CodeInternal, err, "sandbox %q, which has secrets, could not be put behind the proxy", s.Ref())
+		}
 		return shard.Wrap(shard.CodeInternal, err, "policy %q could not be put in force for sandbox %q", s.Policy, s.Ref())
 	}
 	e.policies.mu.Lock()
@@ -329,7 +349,7 @@ func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr)
 // network is opened. Where it says no, the network must stay closed.
 func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) bool {
 	s := sb.record().Sandbox
-	if s.Policy == "" {
+	if s.Policy == "" && len(s.Secrets) == 0 {
 		return true
 	}
 	err := errors.New("this daemon cannot enforce policies")
@@ -360,6 +380,7 @@ func (e *Engine) unenforce(ctx context.Context, id string) error {
 	if err := e.Enforcer.Remove(ctx, id); err != nil {
 		return fmt.Errorf("take away the enforcement of %s: %w", id, err)
 	}
+	e.Secrets.Lend(id, nil)
 	return nil
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard/internal/secret"
 	"github.com/useshards/shard/internal/store"
 )
 
@@ -46,6 +47,10 @@ func (l *ledger) Decisions(string) ([]json.RawMessage, int, LiveDecisions, error
 
 func (l *ledger) Forget(string) {}
 
+func (l *ledger) Trust(func(string) ([]byte, error)) (string, []byte, error) {
+	return "", nil, errors.New("there is no proxy")
+}
+
 func (l *ledger) Verdicts() map[[2]string]int64 { return nil }
 
 // policyEngine is an engine that can do everything about policies and nothing else.
@@ -57,7 +62,11 @@ func policyEngine(t *testing.T, boxes int) (*Engine, *ledger) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &Engine{Config: Config{Root: root, Enforcer: l, Log: slog.New(slog.DiscardHandler)}, records: records,
+	secrets, err := secret.Open(filepath.Join(root, "secrets"), nil, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := &Engine{Config: Config{Root: root, Enforcer: l, Secrets: secrets, Log: slog.New(slog.DiscardHandler)}, records: records,
 		sandboxes: make(map[string]*sandbox), names: make(map[string]string)}
 	if e.policies, err = e.openPolicies(); err != nil {
 		t.Fatal(err)

@@ -173,7 +173,7 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 	if err == nil {
 		r.Base = base
 		var cmd *guest.Command
-		cmd, err = session.Run(ctx, guest.ProcessSpec{ID: r.ID, Name: p.Name, Argv: p.Command, Env: shard.MergeEnv(rec.Env, p.Env...),
+		cmd, err = session.Run(ctx, guest.ProcessSpec{ID: r.ID, Name: p.Name, Argv: p.Command, Env: shard.MergeEnv(rec.environment(), p.Env...),
 			Workdir: guest.Path(or(p.Workdir, rec.Workdir)), User: or(p.User, rec.User), Restart: p.Restart, Keep: keep}, &logSink{sb: sb, w: w})
 		if err == nil {
 			w.OnAck(cmd.Ack)

@@ -17,6 +17,10 @@ const (
 	OnMisuseStop  = "stop"
 )
 
+// TrustVariables are the environment variables by which programs are told where the trusted certificates are. A sandbox with
+// secrets has them, so no secret can have their names.
+var TrustVariables = []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "CURL_CA_BUNDLE"}
+
 // Secret is a named value, the hosts that may have it, and the placeholder that a sandbox holds in its stead. It is never
 // changed: a new value makes a new Secret.
 type Secret struct {
