@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "sdk/python/src/useshards"
 # What a name becomes. Everything else stays as it is.
 NAMES = {
     "AsyncAttachment": "Attachment",
+    "AsyncClient": "Client",
     "AsyncCloseable": "Closeable",
     "AsyncCommand": "Command",
     "AsyncCommands": "Commands",
@@ -40,6 +41,7 @@ NAMES = {
     "AsyncPorts": "Ports",
     "AsyncProcess": "Process",
     "AsyncProcesses": "Processes",
+    "AsyncResponse": "Response",
     "AsyncSandbox": "Sandbox",
     "AsyncSandboxList": "SandboxList",
     "AsyncSecrets": "Secrets",
@@ -60,7 +62,6 @@ NAMES = {
     "aclose": "close",
     "aiter_raw": "iter_raw",
     "async_blocking": "blocking",
-    "async_client": "client",
     "async_sleep": "sleep",
     "async_tell": "tell",
     "asynccontextmanager": "contextmanager",

@@ -1,4 +1,4 @@
-"""A WebSocket over a connection that httpx has upgraded: whole messages in and out, heartbeats, and an end that leaves
+"""A WebSocket over a connection that has been upgraded: whole messages in and out, heartbeats, and an end that leaves
 no socket behind.
 
 The two twins differ most here, so both are written by hand. On asyncio one task reads and any task writes. On threads
@@ -19,7 +19,7 @@ from typing import Any
 
 from ._errors import ProtocolError, ShardConnectionError
 from ._frames import BINARY, CLOSE, PING, PONG, Decoder, Message, encode
-from ._http import Response
+from ._http import AsyncResponse, Response
 
 # How long the server may be silent before it is asked for a sign of life, and again before it counts as gone, in seconds.
 HEARTBEAT = 10.0
@@ -43,7 +43,7 @@ class StreamSilent(StreamCut):
 class AsyncSocket:
     """One upgraded connection on the event loop."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, response: AsyncResponse) -> None:
         self._response = response
         self._stream = response.extensions["network_stream"]
         self._decoder = Decoder()

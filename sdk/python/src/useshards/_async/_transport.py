@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 
 from .._errors import ProtocolError, ShardConnectionError, ShardError, refusal
 from .._frames import accept_of, new_key
-from .._http import Request, Response, TransportError, async_client, bounds, failure
+from .._http import AsyncClient, AsyncResponse, Request, TransportError, bounds, failure
 from .._records import Fields
 from .._runtime import AsyncSemaphore, AsyncSending, Strays
 from .._settings import Settings
@@ -64,7 +64,7 @@ class AsyncTransport:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._client = async_client(settings, __version__)
+        self._client = AsyncClient(settings, __version__)
         self._gate = AsyncSemaphore(_UNAUTHENTICATED)
         self._strays: Strays = set()
         self._closed = False
@@ -152,7 +152,7 @@ class AsyncTransport:
         headers: Mapping[str, str] | None = None,
         waits: bool = False,
         streams: bool = False,
-    ) -> AsyncGenerator[Response]:
+    ) -> AsyncGenerator[AsyncResponse]:
         """An answer whose body is still to be read; `streams` takes the bound off the body. A refusal is raised."""
         request = self._request(method, path, query, content, headers or {}, waits=waits)
         response = await self._send(request)
@@ -207,13 +207,12 @@ class AsyncTransport:
     ) -> Request:
         if self._closed:
             raise RuntimeError("this client is closed")
-        url = self.remote + path
         if query:
-            url += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
+            path += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
         extensions = {"timeout": bounds(self._settings.timeout, read=not waits)}
-        return self._client.build_request(method, url, content=content, headers=dict(headers), extensions=extensions)
+        return self._client.request(method, path, content=content, headers=headers, extensions=extensions)
 
-    async def _send(self, request: Request) -> Response:
+    async def _send(self, request: Request) -> AsyncResponse:
         await self._gate.acquire()
         held = [True]
 
@@ -222,7 +221,7 @@ class AsyncTransport:
                 held.clear()
                 self._gate.release()
 
-        sending = AsyncSending[Response]()
+        sending = AsyncSending[AsyncResponse]()
 
         async def trace(event: str, _: Mapping[str, Any]) -> None:
             if event.endswith("send_request_headers.started"):
@@ -230,10 +229,10 @@ class AsyncTransport:
             elif event.endswith("send_request_headers.complete"):
                 let_go()
 
-        async def send() -> Response:
-            return await self._client.send(request, stream=True)
+        async def send() -> AsyncResponse:
+            return await self._client.send(request)
 
-        async def drop(response: Response) -> None:
+        async def drop(response: AsyncResponse) -> None:
             await response.aclose()
 
         request.extensions["trace"] = trace
@@ -244,7 +243,7 @@ class AsyncTransport:
         finally:
             let_go()
 
-    async def _read_all(self, response: Response, *, waits: bool) -> bytes:
+    async def _read_all(self, response: AsyncResponse, *, waits: bool) -> bytes:
         """A whole body, within the client's bound also when it comes in drops."""
         timeout = self._settings.timeout
         deadline = None if waits or timeout is None else time.monotonic() + timeout
@@ -257,7 +256,7 @@ class AsyncTransport:
                 raise ShardConnectionError(f"{self.remote} gave no whole answer within {timeout:g} s")
         return bytes(data)
 
-    async def _refusal(self, response: Response, method: str) -> ShardError:
+    async def _refusal(self, response: AsyncResponse, method: str) -> ShardError:
         data = bytearray()
         try:
             async for chunk in response.aiter_raw():

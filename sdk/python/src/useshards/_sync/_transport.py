@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 from .._errors import ProtocolError, ShardConnectionError, ShardError, refusal
 from .._frames import accept_of, new_key
-from .._http import Request, Response, TransportError, bounds, client, failure
+from .._http import Client, Request, Response, TransportError, bounds, failure
 from .._records import Fields
 from .._runtime import Semaphore, Sending, Strays
 from .._settings import Settings
@@ -65,7 +65,7 @@ class Transport:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._client = client(settings, __version__)
+        self._client = Client(settings, __version__)
         self._gate = Semaphore(_UNAUTHENTICATED)
         self._strays: Strays = set()
         self._closed = False
@@ -208,11 +208,10 @@ class Transport:
     ) -> Request:
         if self._closed:
             raise RuntimeError("this client is closed")
-        url = self.remote + path
         if query:
-            url += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
+            path += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
         extensions = {"timeout": bounds(self._settings.timeout, read=not waits)}
-        return self._client.build_request(method, url, content=content, headers=dict(headers), extensions=extensions)
+        return self._client.request(method, path, content=content, headers=headers, extensions=extensions)
 
     def _send(self, request: Request) -> Response:
         self._gate.acquire()
@@ -232,7 +231,7 @@ class Transport:
                 let_go()
 
         def send() -> Response:
-            return self._client.send(request, stream=True)
+            return self._client.send(request)
 
         def drop(response: Response) -> None:
             response.close()
