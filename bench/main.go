@@ -5,6 +5,7 @@
 //
 //	make bench                               everything
 //	make bench BENCH='-n 5 -provider runc'   less of it
+//	make bench BENCH=sdk                     what the SDKs add to the raw API, and move
 package main
 
 import (
@@ -38,7 +39,12 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, options{n: *n, out: *out, only: *only, density: *density, records: *records, bin: *bin}); err != nil {
+	o := options{n: *n, out: *out, only: *only, density: *density, records: *records, bin: *bin, sdk: flag.Arg(0) == "sdk"}
+	if flag.NArg() > 1 || flag.NArg() == 1 && !o.sdk {
+		fmt.Fprintf(os.Stderr, "bench: %s is none of its parts: sdk, or none for the rest\n", flag.Args())
+		os.Exit(2)
+	}
+	if err := run(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
@@ -47,6 +53,7 @@ func main() {
 type options struct {
 	n, density, records int
 	out, only, bin      string
+	sdk                 bool // the SDKs alone
 }
 
 // bench is one run.
@@ -94,12 +101,18 @@ func run(ctx context.Context, o options) (err error) {
 			b.report.note("%s is not measured: %s", p.Name, p.Reason)
 			continue
 		}
-		if err := b.provider(p.Name); err != nil {
+		measure := b.provider
+		if o.sdk {
+			measure = b.sdk
+		}
+		if err := measure(p.Name); err != nil {
 			return fmt.Errorf("%s: %w", p.Name, err)
 		}
 	}
-	if err := b.common(); err != nil {
-		return err
+	if !o.sdk {
+		if err := b.common(); err != nil {
+			return err
+		}
 	}
 	b.report.table(os.Stdout)
 	raw, err := json.MarshalIndent(&b.report, "", "  ")
@@ -209,23 +222,7 @@ func (b *bench) remove(id string) error {
 
 // exec runs a command through the API and gives its output to w.
 func (b *bench) exec(id string, w io.Writer, command ...string) error {
-	e, err := b.client.Exec(b.ctx, id, shard.ExecRequest{Command: command, Attach: true})
-	if err != nil {
-		return fmt.Errorf("exec: %w", err)
-	}
-	s, err := b.client.Attach(b.ctx, id, e.ID)
-	if err != nil {
-		return fmt.Errorf("attach: %w", err)
-	}
-	defer func() { _ = s.Close() }()
-	exit, err := s.Copy(w, io.Discard)
-	if err != nil {
-		return fmt.Errorf("read the output: %w", err)
-	}
-	if exit.Code != 0 {
-		return fmt.Errorf("%s ended with exit code %d", command[0], exit.Code)
-	}
-	return nil
+	return b.execBy(b.client, id, w, command...)
 }
 
 // close removes everything, whatever happened before.
