@@ -41,7 +41,7 @@ var house = map[string]room{
 		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy", "internal/secret"}, theirs: []string{"golang.org/x/"}},
 	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
 	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns", "internal/secret"}, theirs: []string{"github.com/miekg/dns", "github.com/vishvananda/", "golang.org/x/"}},
-	"internal/secret": {ours: []string{"", "internal/policy", "internal/store"}, theirs: []string{"golang.org/x/net/publicsuffix"}},
+	"internal/secret": {ours: []string{"", "internal/policy", "internal/store"}, theirs: []string{"golang.org/x/net/publicsuffix", "github.com/klauspost/compress/", "github.com/andybalholm/brotli"}},
 	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
 	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 

@@ -3,6 +3,7 @@ module github.com/useshards/shard
 go 1.26.6
 
 require (
+	github.com/andybalholm/brotli v1.3.0
 	github.com/coder/websocket v1.8.15
 	github.com/containerd/containerd/v2 v2.4.2
 	github.com/creack/pty v1.1.24
