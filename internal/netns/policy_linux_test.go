@@ -7,6 +7,8 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -23,7 +25,7 @@ func dials(path, network, address string) string {
 			return err
 		}
 		defer func() { _ = c.Close() }()
-		if network == "tcp4" {
+		if strings.HasPrefix(network, "tcp") {
 			return exchange(c, newToken())
 		}
 		_ = c.SetDeadline(time.Now().Add(patient))
@@ -36,7 +38,7 @@ func dials(path, network, address string) string {
 	switch {
 	case err == nil:
 		return "ok"
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH):
+	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.EACCES):
 		return "refused"
 	}
 	return err.Error()
@@ -248,16 +250,20 @@ func TestRulesAsPackets(t *testing.T) {
 			switch chance.IntN(3) {
 			case 0:
 				r.Fed = true
-				fed[i] = map[netip.Addr]time.Time{netip.MustParseAddr(one(worldPublic...)): time.Now().Add(time.Hour)}
+				fed[i] = map[netip.Addr]time.Time{}
+				for _, some := range [][]string{worldPublic, worldPublic6}[:1+chance.IntN(2)] {
+					fed[i][netip.MustParseAddr(one(some...))] = time.Now().Add(time.Hour)
+				}
 			case 1:
-				r.Prefix = netip.MustParsePrefix(one("198.18.0.0/15", "198.19.0.1/32", "203.0.113.64/26", "203.0.113.0/26", "0.0.0.0/0", "2001:db8::/32", "128.0.0.0/1"))
+				r.Prefix = netip.MustParsePrefix(one("198.18.0.0/15", "198.19.0.1/32", "203.0.113.64/26", "203.0.113.0/26", "0.0.0.0/0", "2001:db8::/32", "128.0.0.0/1",
+					"2001:db8:18::/47", "2001:db8:19::1/128", "64:ff9b::/96", "2000::/3", "::/0", "::/1"))
 			}
 			rules.Rules = append(rules.Rules, r)
 		}
 		if err := n.Restrict(t.Context(), "able-box", rules, fed); err != nil {
 			t.Fatal(err)
 		}
-		for _, to := range worldPublic {
+		for _, to := range slices.Concat(worldPublic, worldPublic6) {
 			// TCP alone: the kernel limits ICMP errors, so that a refused datagram may look like a lost one.
 			for _, protocol := range []string{"tcp"} {
 				in := map[int]bool{}
@@ -269,7 +275,7 @@ func TestRulesAsPackets(t *testing.T) {
 				if rules.allows(addr, protocol, port, in) {
 					want = "ok"
 				}
-				if got := dials(a.Netns, protocol+"4", fmt.Sprintf("%s:%d", to, port)); got != want {
+				if got := dials(a.Netns, over(protocol, to), at(to)); got != want {
 					t.Errorf("seed %d, round %d: %s to %s: %s, want %s, by\n%+v\nfed %v", seed, round, protocol, to, got, want, rules.Rules, fed)
 				}
 			}

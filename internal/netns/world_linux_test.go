@@ -12,6 +12,7 @@ import (
 	"os"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -30,6 +31,15 @@ var (
 	worldPublic = []string{worldUplink, "198.19.0.1", "203.0.113.80"}
 	worldHidden = []string{"10.1.2.3", "172.16.5.5", "192.168.7.7", "100.64.1.1", "169.254.169.254"}
 	hostOthers  = []string{"192.168.1.1", "10.9.9.9", "203.0.113.5"}
+
+	hostUplink6  = "2001:db8:18::1"
+	worldUplink6 = "2001:db8:18::2"
+	worldPublic6 = []string{worldUplink6, "2001:db8:19::1", "64:ff9b::203.0.113.80", "2002:cb00:7150::1"}
+	// In each form in which an address that nobody reaches can be written.
+	worldHidden6 = []string{"fd00:1::1", "fc00::5", "fec0::1", "100::1", "2001::1", "2001:0:cb00:7150::1", "64:ff9b:1::1", "64:ff9b::10.1.2.3",
+		"64:ff9b::192.168.7.7", "64:ff9b::127.0.0.1", "64:ff9b::169.254.169.254", "2002:a01:203::1", "2002:c0a8:707::1", "2002:6440:101::1",
+		"::ffff:0:10.1.2.3", "::10.1.2.3"}
+	hostOthers6 = []string{"fd00:99::1", "2001:db8:5::5"}
 )
 
 const port = 7000
@@ -143,7 +153,7 @@ func newWorld(t *testing.T) *world {
 	}
 	t.Cleanup(func() {
 		err := rt.LinkDel(veth)
-		for _, a := range hostOthers {
+		for _, a := range append(hostOthers, hostOthers6...) {
 			err = errors.Join(err, rt.AddrDel(hostLo, &netlink.Addr{IPNet: hostNet(a)}))
 		}
 		ns.close()
@@ -160,6 +170,11 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if uplink, err := rt.LinkByName("uplink"); err != nil {
+		t.Fatal(err)
+	} else {
+		veth.HardwareAddr = uplink.Attrs().HardwareAddr
+	}
 	errs := []error{
 		up(rt, veth, netip.MustParseAddr(hostUplink), netip.MustParsePrefix("198.18.0.0/24")),
 		up(ns.rt, peer, netip.MustParseAddr(worldUplink), netip.MustParsePrefix("198.18.0.0/24")),
@@ -167,12 +182,16 @@ func newWorld(t *testing.T) *world {
 		rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(worldUplink)}),
 		// The world knows the way to the sandboxes, so that only the wall keeps it out.
 		ns.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(hostUplink)}),
+		join6(rt, veth, hostUplink6, worldUplink6, peer),
+		join6(ns.rt, peer, worldUplink6, hostUplink6, veth),
+		rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(worldUplink6)}),
+		ns.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(hostUplink6)}),
 	}
-	for _, a := range append(worldPublic[1:], worldHidden...) {
-		errs = append(errs, ns.rt.AddrAdd(worldLo, &netlink.Addr{IPNet: hostNet(a)}))
+	for _, a := range slices.Concat(worldPublic[1:], worldHidden, worldPublic6[1:], worldHidden6) {
+		errs = append(errs, ns.rt.AddrAdd(worldLo, &netlink.Addr{IPNet: hostNet(a), Flags: unix.IFA_F_NODAD}))
 	}
-	for _, a := range hostOthers {
-		errs = append(errs, rt.AddrAdd(hostLo, &netlink.Addr{IPNet: hostNet(a)}))
+	for _, a := range slices.Concat(hostOthers, hostOthers6) {
+		errs = append(errs, rt.AddrAdd(hostLo, &netlink.Addr{IPNet: hostNet(a), Flags: unix.IFA_F_NODAD}))
 	}
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
@@ -183,19 +202,43 @@ func newWorld(t *testing.T) *world {
 }
 
 func hostNet(a string) *net.IPNet {
-	return &net.IPNet{IP: net.ParseIP(a).To4(), Mask: net.CIDRMask(32, 32)}
+	addr := netip.MustParseAddr(a)
+	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}
+}
+
+// join6 gives an end of the uplink its address, and the other end's, so that nobody has to look for it.
+func join6(rt *netlink.Handle, link netlink.Link, addr, peer string, other netlink.Link) error {
+	return give6(rt, link, netip.MustParseAddr(addr), netip.MustParsePrefix("2001:db8:18::/64"), netip.MustParseAddr(peer), other.Attrs().HardwareAddr)
+}
+
+func wide(a string) *net.IPNet { return &net.IPNet{IP: net.ParseIP(a), Mask: net.CIDRMask(64, 128)} }
+
+// at is an address and the test's port, for a dial; over names the network of such an address: tcp4, udp6.
+func at(addr string) string { return net.JoinHostPort(addr, fmt.Sprint(port)) }
+
+func over(protocol, addr string) string {
+	if strings.Contains(addr, ":") {
+		return protocol + "6"
+	}
+	return protocol + "4"
 }
 
 // listen serves TCP and UDP on every address of a namespace: what arrives is noted and sent back.
 func (w *world) listen(place, path string) {
 	w.t.Helper()
+	w.listenOver("4", place, path)
+	w.listenOver("6", place, path)
+}
+
+func (w *world) listenOver(family, place, path string) {
+	w.t.Helper()
 	var tcp net.Listener
 	var udp net.PacketConn
 	within(w.t, path, func() (err error) {
-		if tcp, err = net.Listen("tcp4", fmt.Sprintf(":%d", port)); err != nil {
+		if tcp, err = net.Listen("tcp"+family, fmt.Sprintf(":%d", port)); err != nil {
 			return err
 		}
-		udp, err = net.ListenPacket("udp4", fmt.Sprintf(":%d", port))
+		udp, err = net.ListenPacket("udp"+family, fmt.Sprintf(":%d", port))
 		return err
 	})
 	var group sync.WaitGroup
@@ -295,7 +338,7 @@ func htons(v uint16) uint16 { return v<<8 | v>>8 }
 // tcp dials from a namespace and sends a token back and forth; nil when all of it came through.
 func tcp(path, addr, token string, patience time.Duration) error {
 	return tryWithin(path, func() error {
-		c, err := net.DialTimeout("tcp4", fmt.Sprintf("%s:%d", addr, port), patience)
+		c, err := net.DialTimeout(over("tcp", addr), at(addr), patience)
 		if err != nil {
 			return err
 		}
@@ -327,7 +370,7 @@ func udp(path, addr, token string) {
 		d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error {
 			return c.Control(func(fd uintptr) { _ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_BROADCAST, 1) })
 		}}
-		c, err := d.DialContext(context.Background(), "udp4", fmt.Sprintf("%s:%d", addr, port))
+		c, err := d.DialContext(context.Background(), over("udp", addr), at(addr))
 		if err != nil {
 			return err
 		}
@@ -379,6 +422,18 @@ func packet4(src, dst string, proto byte, token string) []byte {
 	return append(head, body...)
 }
 
+// echo6 is an ICMPv6 echo request.
+func echo6(src, dst, token string) []byte {
+	body := append([]byte{128, 0, 0, 0, 0, 1, 0, 1}, token...)
+	p := []byte{0x60, 0, 0, 0, 0, byte(len(body)), unix.IPPROTO_ICMPV6, 64}
+	p = append(p, net.ParseIP(src)...)
+	p = append(p, net.ParseIP(dst)...)
+	pseudo := append(bytes.Clone(p[8:40]), 0, 0, 0, byte(len(body)), 0, 0, 0, unix.IPPROTO_ICMPV6)
+	binary.BigEndian.PutUint16(body[2:], checksum(append(pseudo, body...)))
+	return append(p, body...)
+}
+
+// packet6 is a UDP packet to the test's port over IPv6.
 func packet6(src, dst, token string) []byte {
 	p := []byte{0x60, 0, 0, 0, 0, byte(8 + len(token)), unix.IPPROTO_UDP, 64}
 	p = append(p, net.ParseIP(src)...)
@@ -386,7 +441,13 @@ func packet6(src, dst, token string) []byte {
 	p = binary.BigEndian.AppendUint16(p, 5555)
 	p = binary.BigEndian.AppendUint16(p, port)
 	p = binary.BigEndian.AppendUint16(p, uint16(8+len(token)))
-	return append(append(p, 0xff, 0xff), token...)
+	p = append(append(p, 0, 0), token...)
+	sum := checksum(append(append(bytes.Clone(p[8:40]), 0, 0, 0, p[5], 0, 0, 0, unix.IPPROTO_UDP), p[40:]...))
+	if sum == 0 {
+		sum = 0xffff
+	}
+	binary.BigEndian.PutUint16(p[46:], sum)
+	return p
 }
 
 func arpRequest(mac net.HardwareAddr, from, who string) []byte {
