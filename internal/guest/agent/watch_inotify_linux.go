@@ -219,6 +219,9 @@ func (o *outbox) add(kind, path, from string, isDir bool) {
 	line := eventLine(kind, path, from, isDir)
 	if o.lost = len(o.buf)+len(line) > maxPending; !o.lost {
 		o.buf = append(o.buf, line...)
+		if kind == shard.FileMoved && isDir {
+			clear(o.last) // it is by path, and other things are at these paths now
+		}
 		o.last[path] = kind
 		if from != "" {
 			o.last[from] = kind

@@ -13,7 +13,7 @@ import (
 const (
 	maxWatches     = 16   // watch operations at once: each holds one of the kernel's few inotify instances
 	maxWatchedDirs = 8192 // directories of one watch
-	maxLater       = 256  // directories of one watch that could not be opened yet
+	maxLater       = 256  // places of one watch that could not be looked at yet
 )
 
 var watchSlots = make(chan struct{}, maxWatches)
@@ -60,21 +60,14 @@ func watch(r *request) error {
 	}
 }
 
-// watched is one directory with an inotify watch. Its path is that of its parent and its name, so that a directory
-// that moves takes everything below along.
-type watched struct {
-	wd       int32
-	ino      uint64
-	parent   *watched // nil at the root
-	name     string
-	children map[string]*watched
-	round    int // of the last sync that saw it
-	// seen are the names that a scan has reported and whose own event may still be in the kernel's queue: each is told
-	// once. It is emptied when the queue was.
-	seen map[string]bool
-}
-
 // watcher turns inotify events of a tree into FileEvents. Only run's goroutine touches it, but for out.
+//
+// An event names a place, not a directory, and names are reused faster than events are read. So an event about a
+// directory is taken as a hint to look at its place, and what is there is known by its watch, which is the kernel's own
+// identity of it. Two things make the picture right, whatever happens meanwhile:
+//   - The client is told of every change of the picture, in the same order, so both agree at all times. Nothing is below
+//     a path for the client unless a directory is at that path in the picture.
+//   - After the last event of a place, that place is looked at. What was believed of it before does not matter then.
 type watcher struct {
 	root      string // as asked for, without slashes at its end
 	recursive bool
@@ -83,18 +76,12 @@ type watcher struct {
 	out       outbox
 	top       *watched
 	dirs      map[int32]*watched
-	round     int
-	syncing   bool
-	scanned   []*watched // those with seen
-	later     []unopened
-	astray    bool // more were left for later than are remembered
-}
-
-// unopened is work on a directory that could not be opened: one above it has moved, and that event is still to come.
-type unopened struct {
-	dir    *watched
-	name   string // of the new directory in dir; "" is dir itself, to be scanned
-	report bool
+	silent    bool           // nothing is reported: the client is going to list the tree
+	settled   bool           // no event is left that could explain what is odd
+	scanned   []*watched     // those with seen
+	later     map[place]bool // to be looked at again: a directory above has moved, and that event is still to come
+	astray    bool           // more were left for later than are remembered
+	blind     bool           // something was too deep to be reported
 }
 
 var (
@@ -165,7 +152,10 @@ func (w *watcher) drained() error {
 	if w.astray {
 		return w.recover()
 	}
-	if err := w.retry(); err != nil || len(w.later) == 0 {
+	w.settled = true
+	err := w.retry(w.top)
+	w.settled = false
+	if err != nil || len(w.later) == 0 {
 		return err
 	}
 	fd, err := w.open(w.top)
@@ -183,18 +173,25 @@ func (w *watcher) recover() error {
 	return err
 }
 
-// retry takes up the directories that could not be opened.
-func (w *watcher) retry() error {
-	again := w.later
-	w.later = nil
-	for _, l := range again {
+// retry takes up what was left for later in a directory and below.
+func (w *watcher) retry(top *watched) error {
+	var ready []place
+	for p := range w.later {
+		if p.dir.below(top) {
+			ready = append(ready, p)
+			delete(w.later, p)
+		} else if !p.dir.below(w.top) {
+			delete(w.later, p)
+		}
+	}
+	for _, p := range ready {
 		var err error
 		switch {
-		case w.dirs[l.dir.wd] != l.dir:
-		case l.name == "":
-			err = w.scan(l.dir, l.report)
+		case !p.dir.below(w.top):
+		case p.name == "":
+			err = w.scan(p.dir)
 		default:
-			err = w.enter(l.dir, l.name)
+			err = w.behind(p)
 		}
 		if err != nil {
 			return err
@@ -216,13 +213,11 @@ func (w *watcher) handle(e inotifyEvent) error {
 			return errRootGone
 		}
 		if e.mask&unix.IN_IGNORED != 0 {
-			w.unlink(n)
-			w.forget(n)
+			delete(w.dirs, n.wd) // its place is told of by the event of its parent
 		}
 		return nil
 	}
-	dir := e.mask&unix.IN_ISDIR != 0
-	path, ok := w.path(n, e.name)
+	at, dir := place{n, e.name}, e.mask&unix.IN_ISDIR != 0
 	switch {
 	case e.mask&unix.IN_MOVED_FROM != 0:
 		to, paired, err := w.in.pair(e)
@@ -230,376 +225,143 @@ func (w *watcher) handle(e inotifyEvent) error {
 			return err
 		}
 		if target := w.dirs[to.wd]; paired && target != nil {
-			return w.moved(n, e.name, target, to.name, dir)
+			return w.moved(at, place{target, to.name}, dir)
 		}
-		w.gone(n, e.name)
-		if ok {
-			w.out.add(shard.FileDeleted, path, "", dir)
-		}
+		w.gone(at, dir)
+		return w.behind(at)
 	case e.mask&unix.IN_DELETE != 0:
-		w.gone(n, e.name)
-		if ok {
-			w.out.add(shard.FileDeleted, path, "", dir)
-		}
+		w.gone(at, dir)
 	case e.mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0:
-		known := n.seen[e.name]
-		delete(n.seen, e.name)
-		if ok && !known {
-			w.out.add(shard.FileCreated, path, "", dir)
+		return w.appeared(at, dir, e.mask&unix.IN_MOVED_TO != 0)
+	case e.mask&(unix.IN_MODIFY|unix.IN_ATTRIB) != 0:
+		w.tell(shard.FileModified, at, dir)
+	}
+	return nil
+}
+
+// gone handles a name that has left a directory.
+func (w *watcher) gone(at place, dir bool) {
+	delete(at.dir.seen, at.name)
+	if n := at.node(); n != nil {
+		w.drop(n)
+	}
+	w.tell(shard.FileDeleted, at, dir)
+}
+
+// appeared handles a name that has come into a directory. What it replaced is another than what the client may know.
+func (w *watcher) appeared(at place, dir, replaced bool) error {
+	known := at.dir.seen[at.name]
+	delete(at.dir.seen, at.name)
+	if dir && w.recursive {
+		found, err := w.look(at, known)
+		if err != nil || found || known {
+			return err
 		}
-		if dir && (!known || n.children[e.name] == nil) {
-			return w.enter(n, e.name)
-		}
-	case e.mask&(unix.IN_MODIFY|unix.IN_ATTRIB) != 0 && ok:
-		w.out.add(shard.FileModified, path, "", dir)
+	}
+	switch {
+	case !known:
+		w.tell(shard.FileCreated, at, dir)
+	case replaced:
+		w.tell(shard.FileModified, at, dir)
 	}
 	return nil
 }
 
 // moved handles a move within the tree.
-func (w *watcher) moved(from *watched, fromName string, to *watched, toName string, dir bool) error {
-	fromPath, fromOK := w.path(from, fromName)
-	toPath, toOK := w.path(to, toName)
-	node, known := from.children[fromName], to.seen[toName]
-	if node != nil && to.below(node) {
-		// Nothing moves into itself: node has come to the old name after this, and a scan found it there before its event.
-		if w.gone(to, toName); toOK && !known {
-			w.out.add(shard.FileCreated, toPath, "", dir)
-		}
-		return w.enter(to, toName)
-	}
-	delete(from.seen, fromName)
-	delete(to.seen, toName)
+func (w *watcher) moved(from, to place, dir bool) error {
+	node, known := from.node(), to.dir.seen[to.name]
+	delete(from.dir.seen, from.name)
+	var err error
 	switch {
-	case dir && known && node == nil: // the scan that found it there has reported that
-		if fromOK {
-			w.out.add(shard.FileDeleted, fromPath, "", true)
+	case dir && w.recursive:
+		err = w.movedDir(from, to, known)
+	case node != nil: // a directory that has come to the old name since
+		err = w.appeared(to, dir, true)
+	case known: // the scan has reported what it found at the new place, which may have been what this replaced
+		w.gone(from, dir)
+		err = w.appeared(to, dir, true)
+	default:
+		if n := to.node(); n != nil {
+			w.drop(n)
 		}
+		w.tellMoved(from, to, dir)
+	}
+	if err != nil {
+		return err
+	}
+	return w.behind(from)
+}
+
+// movedDir handles the move of a directory. It leaves what is at the old place in the picture if that is another one.
+func (w *watcher) movedDir(from, to place, known bool) error {
+	delete(to.dir.seen, to.name)
+	node := from.node()
+	if node == nil { // it was not found there in time, or has been found at its new place
+		w.tell(shard.FileDeleted, from, true)
+	}
+	found, err := w.look(to, known)
+	switch {
+	case err != nil || found:
+	case node != nil && !to.dir.below(node): // it has moved on, or cannot be looked at yet: the event is to be believed
+		w.move(node, to)
+		err = w.retry(node)
+	case !known:
+		w.tell(shard.FileCreated, to, true)
+	}
+	return err
+}
+
+// behind looks at a place that something has left: another thing may be there, and no event of it to come, since the
+// kernel tells of an exchange of two names as of a move there and back.
+func (w *watcher) behind(at place) error {
+	node := at.node()
+	dir, err := w.open(at.dir)
+	if err != nil {
+		if node != nil {
+			w.gone(at, true)
+		}
+		w.postpone(at)
 		return nil
-	case known && !dir: // the scan has reported what it found at the new place, which may have been what this replaced
-		if fromOK {
-			w.out.add(shard.FileDeleted, fromPath, "", false)
+	}
+	defer unix.Close(dir)
+	st, err := lstatat(dir, at.name)
+	isDir := err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR
+	if isDir && w.recursive {
+		n, fresh, err := w.lookIn(dir, at, node != nil || at.dir.seen[at.name])
+		if err == nil && fresh {
+			err = w.scan(n)
 		}
-		if toOK {
-			w.out.add(shard.FileModified, toPath, "", false)
+		if err != nil || n != nil {
+			return err
 		}
-		return nil
-	case fromOK && toOK:
+	}
+	if node != nil && at.node() == node {
+		w.gone(at, true)
+	}
+	if err == nil && !at.dir.seen[at.name] {
+		w.saw(at)
+		w.tell(shard.FileCreated, at, isDir)
+	}
+	return nil
+}
+
+// tell reports something at a place.
+func (w *watcher) tell(kind string, at place, dir bool) {
+	if path, ok := w.path(at); ok && !w.silent {
+		w.out.add(kind, path, "", dir)
+	}
+}
+
+func (w *watcher) tellMoved(from, to place, dir bool) {
+	fromPath, ok := w.path(from)
+	toPath, toOK := w.path(to)
+	switch {
+	case w.silent:
+	case ok && toOK:
 		w.out.add(shard.FileMoved, toPath, fromPath, dir)
-	case fromOK:
+	case ok:
 		w.out.add(shard.FileDeleted, fromPath, "", dir)
 	case toOK:
 		w.out.add(shard.FileCreated, toPath, "", dir)
 	}
-	if !dir {
-		return nil
-	}
-	if node != nil {
-		w.place(node, to, toName)
-		if err := w.retry(); err != nil { // what waited for this
-			return err
-		}
-	}
-	// Names are reused faster than events are read: node may be a later directory than the one that has moved. If so,
-	// attach finds another here.
-	return w.enter(to, toName)
-}
-
-// below tells whether a directory is top or in it.
-func (n *watched) below(top *watched) bool {
-	for ; n != nil; n = n.parent {
-		if n == top {
-			return true
-		}
-	}
-	return false
-}
-
-// gone notes that a name is no longer in a directory.
-func (w *watcher) gone(parent *watched, name string) {
-	delete(parent.seen, name)
-	if n := parent.children[name]; n != nil {
-		w.drop(n)
-	}
-}
-
-// drop ends the watches of a directory that has left the tree, and of all below.
-func (w *watcher) drop(n *watched) {
-	w.unlink(n)
-	for _, child := range n.children {
-		child.parent = nil
-		w.drop(child)
-	}
-	w.in.remove(n.wd)
-	w.forget(n)
-}
-
-func (w *watcher) unlink(n *watched) {
-	if n.parent != nil && n.parent.children[n.name] == n {
-		delete(n.parent.children, n.name)
-	}
-}
-
-func (w *watcher) forget(n *watched) {
-	if w.dirs[n.wd] == n {
-		delete(w.dirs, n.wd)
-	}
-}
-
-// place puts a directory at its place in the tree.
-func (w *watcher) place(n, parent *watched, name string) {
-	w.unlink(n)
-	n.parent, n.name = parent, name
-	if parent == nil {
-		return
-	}
-	if parent.children == nil {
-		parent.children = map[string]*watched{}
-	}
-	parent.children[name] = n
-}
-
-func (w *watcher) rootPath() string {
-	if w.root == "" {
-		return "/"
-	}
-	return w.root
-}
-
-// path is that of a name in a directory; "" means the directory itself. A path that no operation could take is not ok:
-// what has one is not reported and not watched.
-func (w *watcher) path(n *watched, name string) (path string, ok bool) {
-	size := len(w.root)
-	var parts []string
-	if name != "" {
-		parts = append(parts, name)
-		size += 1 + len(name)
-	}
-	for ; n != nil && n.parent != nil; n = n.parent {
-		parts = append(parts, n.name)
-		if size += 1 + len(n.name); size >= unix.PathMax {
-			return "", false
-		}
-	}
-	if size >= unix.PathMax {
-		return "", false
-	}
-	b := append(make([]byte, 0, size), w.root...)
-	for i := len(parts) - 1; i >= 0; i-- {
-		b = append(append(b, '/'), parts[i]...)
-	}
-	if len(b) == 0 {
-		return "/", true
-	}
-	return string(b), true
-}
-
-// open opens a watched directory, and makes sure that it is the one: a path may lead elsewhere by now, through links
-// that were put in its way too.
-func (w *watcher) open(n *watched) (int, error) {
-	path, ok := w.path(n, "")
-	if !ok {
-		return -1, unix.ENAMETOOLONG
-	}
-	fd, err := openat(unix.AT_FDCWD, path, unix.O_RDONLY|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return -1, err
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil || st.Dev != w.dev || st.Ino != n.ino {
-		closeAll(fd)
-		return -1, errMoved
-	}
-	return fd, nil
-}
-
-// sync watches the whole tree, from nothing or after events were lost, and forgets what is no longer in it. It reports
-// nothing.
-func (w *watcher) sync() error {
-	w.round++
-	w.later, w.astray, w.syncing = nil, false, true
-	defer func() { w.syncing = false }()
-	fd, err := openat(unix.AT_FDCWD, w.rootPath(), unix.O_RDONLY|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return errRootGone
-	}
-	n, _, err := w.attach(nil, "", fd)
-	closeAll(fd)
-	switch {
-	case err != nil:
-		return err
-	case n == nil || w.top != nil && n != w.top:
-		return errRootGone
-	}
-	w.top = n
-	if err := w.scan(n, false); err != nil {
-		return err
-	}
-	for _, n := range w.dirs {
-		if n.round != w.round {
-			w.drop(n)
-		}
-	}
-	return nil
-}
-
-// replace drops the directory that is not at its place any more, since another is.
-func (w *watcher) replace(parent *watched, name string) {
-	if parent == nil || parent.children[name] == nil || w.syncing {
-		return
-	}
-	w.drop(parent.children[name])
-	w.saw(parent, name)
-	if path, ok := w.path(parent, name); ok {
-		w.out.add(shard.FileDeleted, path, "", true)
-		w.out.add(shard.FileCreated, path, "", true)
-	}
-}
-
-// saw notes that a name has been reported, though its own event may still come.
-func (w *watcher) saw(n *watched, name string) {
-	if n.seen == nil {
-		n.seen = map[string]bool{}
-		w.scanned = append(w.scanned, n)
-	}
-	n.seen[name] = true
-}
-
-// postpone leaves work for the time after the next move.
-func (w *watcher) postpone(u unopened) {
-	if len(w.later) < maxLater {
-		w.later = append(w.later, u)
-	} else {
-		w.astray = true
-	}
-}
-
-// enter watches a directory that has appeared, and reports what is in it already.
-func (w *watcher) enter(parent *watched, name string) error {
-	if !w.recursive {
-		return nil
-	}
-	dir, err := w.open(parent)
-	if err != nil {
-		w.postpone(unopened{parent, name, true})
-		return nil
-	}
-	defer unix.Close(dir)
-	n, at, err := w.attachIn(dir, parent, name)
-	if err != nil || at != dirFresh {
-		return err
-	}
-	return w.scan(n, true)
-}
-
-// What attach found a directory to be.
-type standing int
-
-const (
-	dirAbsent standing = iota // not to be watched: gone again, unreadable, or on another file system
-	dirFresh                  // to be scanned
-	dirKnown                  // watched already, at this place
-	dirMoved                  // watched already, at another place until now, which is reported
-)
-
-// attachIn is attach for a name in the open directory dir; a link is no directory.
-func (w *watcher) attachIn(dir int, parent *watched, name string) (*watched, standing, error) {
-	if _, ok := w.path(parent, name); !ok {
-		return nil, dirAbsent, nil
-	}
-	fd, err := openat(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	switch err {
-	case nil:
-	case unix.EMFILE, unix.ENFILE, unix.ENOMEM:
-		return nil, dirAbsent, err
-	default:
-		return nil, dirAbsent, nil
-	}
-	defer unix.Close(fd)
-	return w.attach(parent, name, fd)
-}
-
-// attach sets the watch of an open directory.
-func (w *watcher) attach(parent *watched, name string, fd int) (*watched, standing, error) {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil || st.Dev != w.dev || st.Nlink == 0 {
-		return nil, dirAbsent, nil
-	}
-	wd, err := w.in.add(fd)
-	if err != nil {
-		return nil, dirAbsent, err
-	}
-	n := w.dirs[wd]
-	if n == nil {
-		if len(w.dirs) >= maxWatchedDirs {
-			w.in.remove(wd)
-			return nil, dirAbsent, shard.Invalidf("%s holds more than %d directories, which is the most: watch a smaller tree, or not recursively",
-				shard.Quote(w.rootPath()), maxWatchedDirs)
-		}
-		n = &watched{wd: wd, ino: st.Ino, round: w.round}
-		w.dirs[wd] = n
-		w.replace(parent, name)
-		w.place(n, parent, name)
-		return n, dirFresh, nil
-	}
-	if parent.below(n) {
-		return nil, dirAbsent, nil // a mount shows the tree a directory above
-	}
-	if n.round != w.round { // a sync looks at everything anew
-		n.round = w.round
-		w.place(n, parent, name)
-		return n, dirFresh, nil
-	}
-	if n.parent == parent && n.name == name {
-		return n, dirKnown, nil
-	}
-	from, told := w.path(n, "")
-	w.unlink(n) // it may be below the one that it replaces
-	w.replace(parent, name)
-	w.place(n, parent, name)
-	if !told {
-		return n, dirFresh, nil // its old path was too long to be reported
-	}
-	w.saw(parent, name)
-	if path, ok := w.path(n, ""); ok {
-		w.out.add(shard.FileMoved, path, from, true)
-	}
-	return n, dirMoved, nil
-}
-
-// scan watches the directories below n. report says that what it finds is new, and to be told.
-func (w *watcher) scan(n *watched, report bool) error {
-	if !w.recursive {
-		return nil
-	}
-	for queue := []*watched{n}; len(queue) > 0; queue = queue[1:] {
-		n := queue[0]
-		dir, err := w.open(n)
-		if err != nil {
-			w.postpone(unopened{n, "", report})
-			continue
-		}
-		err = eachEntry(dir, func(name string, isDir bool) error {
-			at := dirAbsent
-			if isDir {
-				child, found, err := w.attachIn(dir, n, name)
-				if err != nil {
-					return err
-				}
-				if at = found; at == dirFresh {
-					queue = append(queue, child)
-				}
-			}
-			if path, ok := w.path(n, name); report && ok && at <= dirFresh && !n.seen[name] {
-				w.saw(n, name)
-				w.out.add(shard.FileCreated, path, "", isDir)
-			}
-			return nil
-		})
-		closeAll(dir)
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
