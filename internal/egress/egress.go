@@ -58,6 +58,7 @@ type Enforcer struct {
 type ward struct {
 	id      string
 	addr    netip.Addr
+	addr6   netip.Addr // zero where there is no IPv6
 	journal *journal
 	ended   context.CancelFunc
 	tasks   sync.WaitGroup
@@ -70,7 +71,13 @@ type ward struct {
 	policy *policy.Compiled
 
 	mu    sync.Mutex // after rules
-	known map[string]answered
+	known map[knownName]answered
+}
+
+// knownName is a name and the family of addresses that were asked for.
+type knownName struct {
+	name string
+	six  bool
 }
 
 // answered is what the resolver told a sandbox about a name.
@@ -143,16 +150,22 @@ func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *pol
 		return fmt.Errorf("sandbox %s is not attached at %s", id, addr)
 	}
 	life, end := context.WithCancel(e.ctx)
-	w = &ward{id: id, addr: addr, journal: e.journal(id), ended: end, asking: make(chan struct{}, maxPerWard), known: map[string]answered{}}
+	w = &ward{id: id, addr: addr, addr6: att.Addr6, journal: e.journal(id), ended: end, asking: make(chan struct{}, maxPerWard), known: map[knownName]answered{}}
 	if err := e.restrict(ctx, w, p); err != nil {
 		end()
 		return err
 	}
-	if err := e.resolve(life, w, att.Gateway); err != nil {
-		w.end()
-		return err // the sandbox is restricted and cannot look names up: closed, not open
+	links := []Link{{addr, att.Gateway}}
+	if att.Addr6.IsValid() {
+		links = append(links, Link{att.Addr6, att.Gateway6})
 	}
-	if err := e.proxy.Add(id, addr, att.Gateway); err != nil {
+	for _, l := range links {
+		if err := e.resolve(life, w, l); err != nil {
+			w.end()
+			return err // the sandbox is restricted and cannot look names up: closed, not open
+		}
+	}
+	if err := e.proxy.Add(id, links...); err != nil {
 		w.end()
 		return err
 	}
@@ -179,12 +192,12 @@ func (w *ward) remembered(p *policy.Compiled) map[int]map[netip.Addr]time.Time {
 	defer w.mu.Unlock()
 	fed := map[int]map[netip.Addr]time.Time{}
 	now := time.Now()
-	for name, known := range w.known {
+	for key, known := range w.known {
 		if !known.until.After(now) {
-			delete(w.known, name)
+			delete(w.known, key)
 			continue
 		}
-		for _, step := range p.Lookup(name).Feeds {
+		for _, step := range p.Lookup(key.name).Feeds {
 			if fed[step] == nil {
 				fed[step] = map[netip.Addr]time.Time{}
 			}
@@ -298,6 +311,8 @@ func (e *Enforcer) dropped(d netns.Drop) {
 			decision.Reason += "; no rule can open this destination"
 		case netns.LabelLocal:
 			decision.Reason += "; the destination is the host itself"
+		case netns.LabelIPv6:
+			decision.Reason += "; " + noIPv6
 		case policy.RuleDefault:
 			decision.Reason += "; no rule of the policy matches"
 		case policy.RuleMissing:
@@ -307,6 +322,9 @@ func (e *Enforcer) dropped(d netns.Drop) {
 	w.journal.note(decision)
 }
 
+// noIPv6 is why nothing goes over IPv6.
+const noIPv6 = "the host has no IPv6"
+
 func protocolName(p uint8) string {
 	switch p {
 	case 1:
@@ -315,6 +333,8 @@ func protocolName(p uint8) string {
 		return "tcp"
 	case 17:
 		return "udp"
+	case 58:
+		return "icmpv6"
 	}
 	return "protocol " + strconv.Itoa(int(p))
 }

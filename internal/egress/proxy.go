@@ -120,18 +120,24 @@ func NewProxy(o ProxyOptions) *Proxy {
 	return p
 }
 
-// Add listens for a sandbox: on its gateway's PlainPort for what it sends to port 80 of anywhere, on TLSPort for port 443.
+// Link is one family of addresses of a sandbox: its own, and the host's end.
+type Link struct{ Addr, Gateway netip.Addr }
+
+// Add listens for a sandbox: on its gateways' PlainPort for what it sends to port 80 of anywhere, on TLSPort for port 443.
 // Connections from another address than the sandbox's are closed. A sandbox that was added before is forgotten first.
-func (p *Proxy) Add(sandbox string, addr, gateway netip.Addr) error {
+func (p *Proxy) Add(sandbox string, links ...Link) error {
 	p.Forget(sandbox)
-	c := &client{sandbox: sandbox, addr: addr, conns: map[*guestConn]struct{}{}}
-	for _, port := range []uint16{PlainPort, TLSPort} {
-		l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(gateway, port)))
-		if err != nil {
-			c.end()
-			return fmt.Errorf("listen for the web traffic of a sandbox: %w", err)
+	c := &client{sandbox: sandbox, conns: map[*guestConn]struct{}{}}
+	for _, link := range links {
+		c.addrs = append(c.addrs, link.Addr)
+		for _, port := range []uint16{PlainPort, TLSPort} {
+			l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(link.Gateway, port)))
+			if err != nil {
+				c.end()
+				return fmt.Errorf("listen for the web traffic of a sandbox: %w", err)
+			}
+			c.listeners = append(c.listeners, l)
 		}
-		c.listeners = append(c.listeners, l)
 	}
 	p.mu.Lock()
 	if p.clients == nil || p.clients[sandbox] != nil {
@@ -140,8 +146,10 @@ func (p *Proxy) Add(sandbox string, addr, gateway netip.Addr) error {
 		return errors.New("the proxy has ended, or the sandbox was added twice at once")
 	}
 	p.clients[sandbox] = c
-	p.group.Go(func() { p.accept(c, c.listeners[0], 80, func(g *guestConn) { p.toPlain.give(p.ctx, g) }) })
-	p.group.Go(func() { p.accept(c, c.listeners[1], 443, p.sniffed) })
+	for pair := range slices.Chunk(c.listeners, 2) {
+		p.group.Go(func() { p.accept(c, pair[0], 80, func(g *guestConn) { p.toPlain.give(p.ctx, g) }) })
+		p.group.Go(func() { p.accept(c, pair[1], 443, p.sniffed) })
+	}
 	p.mu.Unlock()
 	return nil
 }
@@ -198,7 +206,7 @@ func (p *Proxy) accept(c *client, l net.Listener, port uint16, handle func(*gues
 
 // admit counts a connection. nil: it was closed.
 func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
-	if addrOf(conn.RemoteAddr()) != c.addr {
+	if !slices.Contains(c.addrs, addrOf(conn.RemoteAddr())) {
 		_ = conn.Close() // a program of this host
 		return nil
 	}
@@ -218,7 +226,7 @@ func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
 // client is what the proxy holds of one sandbox.
 type client struct {
 	sandbox   string
-	addr      netip.Addr
+	addrs     []netip.Addr
 	listeners []net.Listener
 
 	mu       sync.Mutex // a leaf

@@ -74,7 +74,7 @@ func (p *Proxy) judge(ctx context.Context, sandbox string, c *policy.Compiled, h
 	}
 	var out route
 	var first *refusal
-	for _, a := range first4(addrs) {
+	for _, a := range inOrder(addrs) {
 		r := p.unreachable(a)
 		v := c.Request(host, a, "tcp", port)
 		if r == nil && !v.Allow {

@@ -409,7 +409,7 @@ func TestForgetEndsConnections(t *testing.T) {
 		t.Error("the proxy still listens")
 	}
 	r.proxy.Forget(b.id)
-	if err := r.proxy.Add(b.id, b.addr, b.gateway); err != nil {
+	if err := r.proxy.Add(b.id, Link{b.addr, b.gateway}); err != nil {
 		t.Error(err)
 	}
 	stranger, err := net.Dial("tcp", netip.AddrPortFrom(b.gateway, PlainPort).String())

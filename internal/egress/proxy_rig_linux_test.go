@@ -169,7 +169,7 @@ func (r *rig) box(s Subject) *box {
 	b := &box{rig: r, id: fmt.Sprintf("box%d", n), addr: netip.AddrFrom4([4]byte{127, r.block, n, 2}), gateway: netip.AddrFrom4([4]byte{127, r.block, n, 1})}
 	r.subjects[b.id] = s
 	r.mu.Unlock()
-	if err := r.proxy.Add(b.id, b.addr, b.gateway); err != nil {
+	if err := r.proxy.Add(b.id, Link{b.addr, b.gateway}); err != nil {
 		r.t.Fatal(err)
 	}
 	return b

@@ -56,6 +56,14 @@ func originalDestination(conn net.Conn) (dest netip.Addr) {
 		return dest
 	}
 	_ = raw.Control(func(fd uintptr) {
+		if addrOf(conn.LocalAddr()).Is6() {
+			// The answer is a sockaddr_in6, which this structure begins with.
+			const originalDst6 = 80 // IP6T_SO_ORIGINAL_DST
+			if m, err := unix.GetsockoptIPv6MTUInfo(int(fd), unix.IPPROTO_IPV6, originalDst6); err == nil {
+				dest = netip.AddrFrom16(m.Addr.Addr)
+			}
+			return
+		}
 		// The answer is a sockaddr_in, which fits this structure: family and port, then the address.
 		m, err := unix.GetsockoptIPv6Mreq(int(fd), unix.IPPROTO_IP, unix.SO_ORIGINAL_DST)
 		if err == nil {

@@ -2,8 +2,12 @@ package egress
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
 	"net/netip"
+	"slices"
+	"sync"
 
 	"github.com/miekg/dns"
 )
@@ -25,7 +29,8 @@ func (e *Enforcer) subject(id string) (Subject, bool) {
 	return s, true
 }
 
-// addresses looks a host up as the sandbox's resolver does, out of the same answers and within the same bounds.
+// addresses looks a host up as the sandbox's resolver does, out of the same answers and within the same bounds: those of IPv4
+// first, and where this host has IPv6 those of IPv6.
 func (e *Enforcer) addresses(ctx context.Context, id, host string) ([]netip.Addr, error) {
 	e.mu.Lock()
 	w := e.wards[id]
@@ -39,17 +44,43 @@ func (e *Enforcer) addresses(ctx context.Context, id, host string) ([]netip.Addr
 		return nil, errBusy
 	}
 	defer func() { <-w.asking }()
-	m, err := e.look(ctx, w, dns.Question{Name: dns.Fqdn(host), Qtype: dns.TypeA, Qclass: dns.ClassINET})
-	if err != nil {
-		return nil, err
+	kinds := []uint16{dns.TypeA, dns.TypeAAAA}
+	if !w.addr6.IsValid() || !e.cfg.Wall.IPv6() {
+		kinds = kinds[:1]
 	}
-	var out []netip.Addr
-	for _, rr := range m.Answer {
-		if a, ok := rr.(*dns.A); ok && len(out) < maxAnswer {
-			if addr, ok := netip.AddrFromSlice(a.A.To4()); ok {
-				out = append(out, addr)
+	found := make([][]netip.Addr, len(kinds))
+	failed := make([]error, len(kinds))
+	var group sync.WaitGroup
+	for i, kind := range kinds {
+		group.Go(func() {
+			q := dns.Question{Name: dns.Fqdn(host), Qtype: kind, Qclass: dns.ClassINET}
+			var m *dns.Msg
+			if m, failed[i] = e.look(ctx, w, q); failed[i] == nil {
+				found[i] = addressesIn(m)
 			}
+		})
+	}
+	group.Wait()
+	all := slices.Concat(found...)
+	if len(all) > 0 {
+		return all, nil
+	}
+	return nil, errors.Join(failed...)
+}
+
+// addressesIn are the addresses of an answer, also those that no sandbox reaches.
+func addressesIn(m *dns.Msg) (out []netip.Addr) {
+	for _, rr := range m.Answer {
+		var ip net.IP
+		switch rr := rr.(type) {
+		case *dns.A:
+			ip = rr.A.To4()
+		case *dns.AAAA:
+			ip = rr.AAAA.To16()
+		}
+		if a, ok := netip.AddrFromSlice(ip); ok && len(out) < maxAnswer {
+			out = append(out, a)
 		}
 	}
-	return out, nil
+	return out
 }

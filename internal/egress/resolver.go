@@ -30,14 +30,14 @@ const (
 	maxPlainName, maxPlainLabel = 128, 48
 )
 
-// resolve begins to answer the lookups of w on the gateway's address.
-func (e *Enforcer) resolve(ctx context.Context, w *ward, gateway netip.Addr) error {
-	at := net.JoinHostPort(gateway.String(), fmt.Sprint(netns.ResolverPort))
-	udp, err := new(net.ListenConfig).ListenPacket(ctx, "udp4", at)
+// resolve begins to answer the lookups of w on the gateway's address of a link.
+func (e *Enforcer) resolve(ctx context.Context, w *ward, l Link) error {
+	at := net.JoinHostPort(l.Gateway.String(), fmt.Sprint(netns.ResolverPort))
+	udp, err := new(net.ListenConfig).ListenPacket(ctx, "udp", at)
 	if err != nil {
 		return fmt.Errorf("listen for the lookups of a sandbox: %w", err)
 	}
-	tcp, err := new(net.ListenConfig).Listen(ctx, "tcp4", at)
+	tcp, err := new(net.ListenConfig).Listen(ctx, "tcp", at)
 	if err != nil {
 		_ = udp.Close()
 		return fmt.Errorf("listen for the lookups of a sandbox: %w", err)
@@ -59,7 +59,7 @@ func (e *Enforcer) serveUDP(ctx context.Context, w *ward, conn *net.UDPConn) {
 			}
 			continue // an ICMP error for an earlier answer
 		}
-		if from.Addr().Unmap() != w.addr {
+		if a := from.Addr().Unmap(); a != w.addr && a != w.addr6 {
 			continue
 		}
 		packet := append([]byte(nil), buf[:n]...)
@@ -214,9 +214,9 @@ func (e *Enforcer) answer(ctx context.Context, w *ward, q *dns.Msg, protocol str
 		say(a.Verdict, reason)
 		return reply(dns.RcodeRefused)
 	}
-	if question.Qtype == dns.TypeAAAA { // a sandbox has no IPv6: to say so at once is better than a dial that fails
+	if question.Qtype == dns.TypeAAAA && !e.cfg.Wall.IPv6() { // to say so at once is better than a dial that fails
 		d.Verdict = shard.EgressAllow
-		say(a.Verdict, "no addresses: sandboxes have no IPv6")
+		say(a.Verdict, "no addresses: "+noIPv6)
 		return new(dns.Msg)
 	}
 	found, err := e.look(ctx, w, question)
@@ -270,7 +270,7 @@ func (e *Enforcer) open(ctx context.Context, w *ward, name string, addrs []netip
 			break
 		}
 	}
-	w.known[name] = answered{addrs, until}
+	w.known[knownName{name, addrs[0].Is6()}] = answered{addrs, until}
 	w.mu.Unlock()
 	return a, e.cfg.Wall.Feed(ctx, w.id, a.Feeds, addrs, until)
 }
@@ -310,6 +310,14 @@ func tidy(in *dns.Msg, q dns.Question) (m *dns.Msg, addrs []netip.Addr, private 
 		return m, nil, private, 0
 	}
 	least := uint32(maxOpen / time.Second)
+	// One that IPv6 writes as IPv4's is no address to dial over IPv6: a question for the others answers with it.
+	address := func(a netip.Addr) (good bool) {
+		if a.Is4In6() || policy.Dropped(a) {
+			private = a
+			return false
+		}
+		return len(addrs) < maxAnswer
+	}
 	keep := func(rr dns.RR) {
 		h := rr.Header()
 		least = min(least, h.Ttl)
@@ -338,12 +346,15 @@ func tidy(in *dns.Msg, q dns.Question) (m *dns.Msg, addrs []netip.Addr, private 
 				if h.Rrtype != q.Qtype {
 					continue
 				}
-				a, ok := netip.AddrFromSlice(rr.A.To4())
-				if !ok || policy.Dropped(a) {
-					private = a
+				if a, _ := netip.AddrFromSlice(rr.A.To4()); address(a) {
+					addrs = append(addrs, a)
+					keep(rr)
+				}
+			case *dns.AAAA:
+				if h.Rrtype != q.Qtype {
 					continue
 				}
-				if len(addrs) < maxAnswer {
+				if a, _ := netip.AddrFromSlice(rr.AAAA.To16()); address(a) {
 					addrs = append(addrs, a)
 					keep(rr)
 				}

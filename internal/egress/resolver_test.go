@@ -10,6 +10,7 @@ import (
 	"github.com/miekg/dns"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
 )
 
@@ -35,9 +36,9 @@ func rulesOf(t testing.TB, rules ...string) *policy.Compiled {
 func lonely(t testing.TB, rules ...string) (*Enforcer, *ward) {
 	t.Helper()
 	dir := t.TempDir()
-	e := &Enforcer{cfg: Config{Dir: func(string) string { return dir }, Log: slog.New(slog.DiscardHandler)}, asking: make(chan struct{}, 1),
+	e := &Enforcer{cfg: Config{Wall: &netns.Net{}, Dir: func(string) string { return dir }, Log: slog.New(slog.DiscardHandler)}, asking: make(chan struct{}, 1),
 		wards: map[string]*ward{}, journals: map[string]*journal{}}
-	w := &ward{id: "box", journal: e.journal("box"), policy: rulesOf(t, rules...), known: map[string]answered{}}
+	w := &ward{id: "box", journal: e.journal("box"), policy: rulesOf(t, rules...), known: map[knownName]answered{}}
 	return e, w
 }
 
