@@ -26,7 +26,7 @@ var house = map[string]room{
 	"": {},
 
 	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}, theirs: []string{"github.com/spf13/"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/setup", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/secret", "internal/setup", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
 	"client":         {ours: []string{"", "internal/stream"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
 	"cmd/shard-init": {ours: []string{"", "internal/guest", "internal/guest/agent"}, theirs: []string{"golang.org/x/sys/"}},
 

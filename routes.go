@@ -77,6 +77,13 @@ var Routes = []Route{
 	{Method: "PUT", Path: "/v0/policies/{name}", Scope: "policy:*"},
 	{Method: "DELETE", Path: "/v0/policies/{name}", Scope: "policy:*"},
 
+	{Method: "POST", Path: "/v0/sandboxes/{id}/secrets/{name}", Scope: "secret:*"},
+	{Method: "DELETE", Path: "/v0/sandboxes/{id}/secrets/{name}", Scope: "secret:*"},
+
+	{Method: "GET", Path: "/v0/secrets", Scope: "secret:*", Query: []string{"limit", "cursor"}},
+	{Method: "PUT", Path: "/v0/secrets/{name}", Scope: "secret:*"},
+	{Method: "DELETE", Path: "/v0/secrets/{name}", Scope: "secret:*", Query: []string{"force"}},
+
 	{Method: "GET", Path: "/v0/daemon", Local: true},
 	{Method: "GET", Path: "/v0/images", Local: true, Query: []string{"limit", "cursor"}},
 	{Method: "POST", Path: "/v0/images/pull", Local: true},

@@ -25,7 +25,7 @@ func init() {
 		}
 		defer closeLog()
 		return daemon.Run(ctx, daemon.Options{Root: o.Root, Provider: o.Provider, PullTimeout: o.PullTimeout, Insecure: o.Insecure,
-			DNS: o.DNS, Version: version, Log: log})
+			DNS: o.DNS, SecretKeyFile: o.SecretKeyFile, Version: version, Log: log})
 	}
 	probe = func(ctx context.Context, _ string) ([]shard.ProviderInfo, error) { return daemon.Probe(ctx), nil }
 }

@@ -59,6 +59,8 @@ type DaemonOptions struct {
 	Insecure []string
 	// DNS lists the name servers that sandboxes use; empty is the host's.
 	DNS []string
+	// SecretKeyFile holds the key that encrypts secrets at rest; "" is none.
+	SecretKeyFile string
 	// Log is a file; "" is stderr.
 	Log string
 	// StorageSizeMiB is the size of a new storage image; 0 is the default.

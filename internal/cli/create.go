@@ -60,6 +60,9 @@ host is pulled first. Ctrl+C ends only the wait: the daemon goes on, and list sh
 	f.StringArrayVar(&o.ports, "port", nil, "forward `[HOST:]GUEST` port from the host's 127.0.0.1; may be repeated")
 	f.StringVar(&o.req.Snapshot, "snapshot", "", "start from the snapshot with this id or name, `REF`, not from an image")
 	_ = cmd.RegisterFlagCompletionFunc("provider", a.completeProviders)
+	_ = cmd.RegisterFlagCompletionFunc("secret", func(cmd *cobra.Command, _ []string, word string) ([]string, cobra.ShellCompDirective) {
+		return a.completeSecrets(0)(cmd, nil, word)
+	})
 	_ = cmd.RegisterFlagCompletionFunc("policy", func(cmd *cobra.Command, _ []string, word string) ([]string, cobra.ShellCompDirective) {
 		return a.completePolicies(0)(cmd, nil, word)
 	})

@@ -89,6 +89,9 @@ func inspectRows(in *shard.Inspection, now time.Time) [][]string {
 		add("process", fmt.Sprintf("%s %s: %s", p.Name, p.Status.State, strings.Join(p.Command, " ")))
 	}
 	add("secrets", strings.Join(s.Secrets, ", "))
+	for _, m := range s.Misuses {
+		add("misuse", fmt.Sprintf("%s %d times, last %s to %s: %s", m.Secret, m.Count, humanTime(m.LastAt), dash(m.Host), m.Reason))
+	}
 	for _, p := range s.Ports {
 		public := ""
 		if p.Public {

@@ -317,15 +317,19 @@ func (a *App) rulesOf(ctx context.Context, ref string) (subject, *policy.Compile
 	case inErr != nil:
 		return subject{}, none, inErr
 	}
-	who := subject{Policy: in.Policy, Sandbox: in.Ref()}
+	rules, err := rulesIn(in)
+	return subject{Policy: in.Policy, Sandbox: in.Ref()}, rules, err
+}
+
+// rulesIn are the rules that a sandbox has.
+func rulesIn(in *shard.Inspection) (*policy.Compiled, error) {
 	switch {
 	case in.Egress == nil:
-		return who, policy.Unrestricted(), nil
+		return policy.Unrestricted(), nil
 	case in.Egress.Missing:
-		return who, policy.Missing(), nil
+		return policy.Missing(), nil
 	}
-	rules, err := policy.Compile(policy.Written(in.Egress.Rules))
-	return who, rules, err
+	return policy.Compile(policy.Written(in.Egress.Rules))
 }
 
 // completePolicies offers the names of policies for the argument at this place.

@@ -42,7 +42,7 @@ func (a *App) rootCommand() *cobra.Command {
 		a.createCommand(), a.runCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
 		a.psCommand(), a.logsCommand(), a.killCommand(),
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
-		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(),
+		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(), a.secretCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
 		a.serveCommand(), a.tokensCommand(), a.doctorCommand(), a.setupCommand(),
 	)

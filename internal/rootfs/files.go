@@ -27,9 +27,11 @@ func openIn(root, path string, flags int) (*os.File, error) {
 		return nil, &fs.PathError{Op: "open", Path: "the root", Err: err}
 	}
 	defer unix.Close(dir)
+	if flags&unix.O_PATH == 0 {
+		flags |= unix.O_NONBLOCK | unix.O_NOCTTY // a pipe there must not hold us
+	}
 	for {
-		// O_NONBLOCK: a pipe there must not hold us.
-		fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC | unix.O_NONBLOCK | unix.O_NOCTTY),
+		fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC),
 			Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV})
 		switch err {
 		case nil:

@@ -38,11 +38,12 @@ const (
 	tagPorts     = "Ports"
 	tagFiles     = "Files"
 	tagPolicies  = "Egress policies"
+	tagSecrets   = "Secrets"
 	tagHost      = "Host"
 	tagImages    = "Images"
 )
 
-var tags = []string{tagSandboxes, tagExec, tagProcesses, tagPorts, tagFiles, tagPolicies, tagHost, tagImages}
+var tags = []string{tagSandboxes, tagExec, tagProcesses, tagPorts, tagFiles, tagPolicies, tagSecrets, tagHost, tagImages}
 
 const outputStream = "Binary messages, the first byte of which says what the rest is: %s. The server then closes with code 1000. " +
 	"A last message 0x05 with a JSON ErrorBody says that the stream failed. A client may leave at any time, which ends nothing else."
@@ -149,6 +150,17 @@ var operations = map[string]operation{
 	"PUT /v0/policies/{name}": {id: "putPolicy", tag: tagPolicies, summary: "Set the rules of a policy", request: of[shard.PutPolicyRequest](), status: 200,
 		answer: of[shard.PolicyView]()},
 	"DELETE /v0/policies/{name}": {id: "removePolicy", tag: tagPolicies, summary: "Remove a policy that no sandbox has", status: 204},
+
+	"POST /v0/sandboxes/{id}/secrets/{name}": {id: "grantSecret", tag: tagSecrets, summary: "Grant a secret to a stopped sandbox",
+		text: "From its next start on, its commands have the placeholder in the variable of that name. A secret that it has already is no error.", status: 200, answer: of[shard.Sandbox]()},
+	"DELETE /v0/sandboxes/{id}/secrets/{name}": {id: "ungrantSecret", tag: tagSecrets, summary: "Take a secret from a stopped sandbox", status: 200,
+		answer: of[shard.Sandbox]()},
+	"GET /v0/secrets": {id: "listSecrets", tag: tagSecrets, summary: "List secrets, without their values", status: 200, answer: of[shard.SecretList]()},
+	"PUT /v0/secrets/{name}": {id: "putSecret", tag: tagSecrets, summary: "Set a secret, or replace its value",
+		text:    "The next request of a sandbox that has it gets the new value. `in_use` names the sandboxes that keep its placeholder from changing.",
+		request: of[shard.PutSecretRequest](), status: 200, answer: of[shard.Secret]()},
+	"DELETE /v0/secrets/{name}": {id: "removeSecret", tag: tagSecrets, summary: "Remove a secret",
+		text: "One that sandboxes have is removed with `force=true` only: they keep the grant, and the placeholder stands for nothing.", status: 204},
 
 	"GET /v0/daemon": {id: "getDaemon", tag: tagHost, summary: "What the daemon says of itself", status: 200, answer: of[shard.DaemonStatus]()},
 	"GET /v0/images": {id: "listImages", tag: tagImages, summary: "List the images on the host", status: 200, answer: of[shard.ImageList]()},
