@@ -30,6 +30,13 @@ const (
 	LabDNSAddr   = "198.18.10.53"
 	registryName = "registry.lab.test"
 	registryPort = "5000"
+
+	// Over IPv6, 2001:db8::/32 counts as public.
+	LabHostAddr6 = "2001:db8:18::2"
+	labGateway6  = "2001:db8:18::1"
+	LabWebAddr6  = "2001:db8:10::2"
+	LabEchoAddr6 = "2001:db8:10::7"
+	LabDNSAddr6  = "2001:db8:10::53"
 )
 
 // Lab is a make-believe internet. Its world is a network namespace with servers at public and private addresses, its
@@ -209,15 +216,20 @@ func (l *Lab) own(in *space, address string) {
 	}
 	lo, err := in.rt.LinkByName("lo")
 	if err == nil {
-		err = in.rt.AddrAdd(lo, &netlink.Addr{IPNet: ipNet(addr, addr.BitLen())})
+		err = in.rt.AddrAdd(lo, labAddr(addr, addr.BitLen()))
 	}
 	if err != nil {
 		l.t.Fatalf("give %s to the lab's %s: %v", addr, in.name, err)
 	}
 }
 
-func ipNet(a netip.Addr, bits int) *net.IPNet {
-	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}
+// labAddr is an address as an interface gets it: at once, also where others might have it.
+func labAddr(a netip.Addr, bits int) *netlink.Addr {
+	out := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(bits, a.BitLen())}}
+	if a.Is6() {
+		out.Flags = unix.IFA_F_NODAD
+	}
+	return out
 }
 
 // connect joins host and world by a veth pair, the host's default route.
@@ -230,14 +242,21 @@ func (l *Lab) connect() error {
 	if err := l.host.rt.LinkAdd(veth); err != nil {
 		return err
 	}
-	for s, a := range map[*space]string{l.host: LabHostAddr, l.world: labGateway} {
-		l.owned[s.name+" "+a] = true
+	macs := map[*space]net.HardwareAddr{}
+	for s, addrs := range map[*space][]netip.Prefix{
+		l.host:  {netip.MustParsePrefix(LabHostAddr + "/24"), netip.MustParsePrefix(LabHostAddr6 + "/64")},
+		l.world: {netip.MustParsePrefix(labGateway + "/24"), netip.MustParsePrefix(labGateway6 + "/64")},
+	} {
 		eth, err := s.rt.LinkByName("eth0")
 		if err != nil {
 			return err
 		}
-		if err := s.rt.AddrAdd(eth, &netlink.Addr{IPNet: ipNet(netip.MustParseAddr(a), 24)}); err != nil {
-			return err
+		macs[s] = eth.Attrs().HardwareAddr
+		for _, a := range addrs {
+			l.owned[s.name+" "+a.Addr().String()] = true
+			if err := s.rt.AddrAdd(eth, labAddr(a.Addr(), a.Bits())); err != nil {
+				return err
+			}
 		}
 		if err := s.rt.LinkSetUp(eth); err != nil {
 			return err
@@ -260,7 +279,31 @@ func (l *Lab) connect() error {
 	// The world knows its way back through the host, so that nothing but the product keeps it out of sandboxes.
 	return errors.Join(
 		l.host.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(labGateway)}),
-		l.world.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(LabHostAddr)}))
+		l.world.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(LabHostAddr)}),
+		l.neighbour6(l.host, labGateway6, macs[l.world]), l.neighbour6(l.world, LabHostAddr6, macs[l.host]),
+		l.host.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(labGateway6)}),
+		l.world.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(LabHostAddr6)}))
+}
+
+// neighbour6 says where a neighbour is: to ask, an interface needs an address that is not there at once.
+func (l *Lab) neighbour6(in *space, addr string, mac net.HardwareAddr) error {
+	eth, err := in.rt.LinkByName("eth0")
+	if err != nil {
+		return err
+	}
+	return in.rt.NeighSet(&netlink.Neigh{LinkIndex: eth.Attrs().Index, Family: unix.AF_INET6, State: netlink.NUD_PERMANENT, IP: net.ParseIP(addr), HardwareAddr: mac})
+}
+
+// IPv6 takes the host's way out over IPv6, which it has at first, or gives it back.
+func (l *Lab) IPv6(there bool) {
+	l.t.Helper()
+	change := l.host.rt.RouteDel
+	if there {
+		change = l.host.rt.RouteAdd
+	}
+	if err := change(&netlink.Route{Dst: &net.IPNet{IP: net.IPv6zero, Mask: net.CIDRMask(0, 128)}, Gw: net.ParseIP(labGateway6)}); err != nil {
+		l.t.Fatalf("the way out of the lab's host over IPv6: %v", err)
+	}
 }
 
 // newSpace makes a network namespace with lo up.

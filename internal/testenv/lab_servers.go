@@ -86,8 +86,8 @@ type web struct {
 	clients *x509.CertPool
 }
 
-// Web takes handlers for the HTTP and HTTPS server of web.lab.test and every name that points at LabWebAddr. What no
-// handler takes is answered with a line "METHOD SCHEME HOST PATH from ADDRESS".
+// Web takes handlers for the HTTP and HTTPS server of web.lab.test and every name that points at LabWebAddr or LabWebAddr6.
+// What no handler takes is answered with a line "METHOD SCHEME HOST PATH from ADDRESS".
 func (l *Lab) Web() *http.ServeMux { return l.web.mux }
 
 // CA is the certificate, in PEM, of the authority behind every HTTPS server of the lab.
@@ -116,10 +116,14 @@ func (l *Lab) serveWeb() {
 		_, _ = fmt.Fprintf(rw, "%s %s %s %s from %s\n", r.Method, scheme, r.Host, r.URL.Path, from)
 	})
 	l.Name("web.lab.test", LabWebAddr)
-	l.serve(l.ListenWorld("tcp", net.JoinHostPort(LabWebAddr, "80")), &http.Server{Handler: w.mux})
-	secure := tls.NewListener(l.ListenWorld("tcp", net.JoinHostPort(LabWebAddr, "443")),
-		&tls.Config{GetCertificate: w.certificate, NextProtos: []string{"h2", "http/1.1"}})
-	l.serve(secure, &http.Server{Handler: w.mux})
+	l.Name("web6.lab.test", LabWebAddr6)
+	l.Name("dual.lab.test", LabWebAddr, LabWebAddr6)
+	for _, addr := range []string{LabWebAddr, LabWebAddr6} {
+		l.serve(l.ListenWorld("tcp", net.JoinHostPort(addr, "80")), &http.Server{Handler: w.mux})
+		secure := tls.NewListener(l.ListenWorld("tcp", net.JoinHostPort(addr, "443")),
+			&tls.Config{GetCertificate: w.certificate, NextProtos: []string{"h2", "http/1.1"}})
+		l.serve(secure, &http.Server{Handler: w.mux})
+	}
 }
 
 func (w *web) makeCA() (err error) {
@@ -170,9 +174,12 @@ func (w *web) certificate(hello *tls.ClientHelloInfo) (*tls.Certificate, error) 
 func (l *Lab) serveEcho() {
 	l.t.Helper()
 	l.Name("echo.lab.test", LabEchoAddr)
-	address := net.JoinHostPort(LabEchoAddr, "7")
-	l.accept(l.ListenWorld("tcp", address), func(c net.Conn) { _, _ = io.Copy(c, c) })
-	l.receive(l.listenPacket(l.world, "udp", address), func(c net.PacketConn, data []byte, from net.Addr) { _, _ = c.WriteTo(data, from) })
+	l.Name("echo6.lab.test", LabEchoAddr6)
+	for _, addr := range []string{LabEchoAddr, LabEchoAddr6} {
+		address := net.JoinHostPort(addr, "7")
+		l.accept(l.ListenWorld("tcp", address), func(c net.Conn) { _, _ = io.Copy(c, c) })
+		l.receive(l.listenPacket(l.world, "udp", address), func(c net.PacketConn, data []byte, from net.Addr) { _, _ = c.WriteTo(data, from) })
+	}
 }
 
 // accept handles each connection in a goroutine of its own until the test ends.
@@ -315,7 +322,7 @@ func (l *Lab) serveDNS() {
 		in   *space
 		addr string
 	}
-	places := []place{{l.world, LabDNSAddr}}
+	places := []place{{l.world, LabDNSAddr}, {l.world, LabDNSAddr6}}
 	for _, a := range publicResolvers {
 		places = append(places, place{l.world, a})
 	}
