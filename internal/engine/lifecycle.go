@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -17,6 +16,7 @@ import (
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/guest"
 	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/provider"
 )
 
@@ -64,7 +64,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	}()
 	e.wg.Go(e.Cgroups.Warm)
 	spec := sb.spec(rec)
-	var address netip.Addr
+	var att netns.Attachment
 	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })
 	undo.push(func(ctx context.Context) error { return e.Net.Detach(ctx, sb.id) })
 	g, prepare := errgroup.WithContext(ctx)
@@ -82,17 +82,16 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 		return e.plant(rec, root)
 	})
 	g.Go(func() error {
-		att, err := e.Net.Attach(prepare, sb.id)
-		if err == nil {
-			spec.Netns, address = att.Netns, att.Addr
-		}
+		var err error
+		att, err = e.Net.Attach(prepare, sb.id)
+		spec.Netns = att.Netns
 		return err
 	})
 	if err := g.Wait(); err != nil {
 		return err
 	}
 	undo.push(func(ctx context.Context) error { return e.unenforce(ctx, sb.id) })
-	if err := e.enforce(ctx, &rec.Sandbox, address); err != nil {
+	if err := e.enforce(ctx, &rec.Sandbox, att.Addr); err != nil {
 		return err
 	}
 	undo.push(func(ctx context.Context) error { return p.Destroy(ctx, spec) })
@@ -112,7 +111,7 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	err = session.Call(ctx, guest.OpBoot, guest.BootArgs{Hostname: spec.Hostname, First: !rec.Prepared, User: rec.User,
 		Workdir: guest.Path(rec.Workdir), Files: map[string]string{
 			"/etc/hostname":    spec.Hostname + "\n",
-			"/etc/hosts":       fmt.Sprintf("127.0.0.1\tlocalhost\n%s\t%s\n", address, spec.Hostname),
+			"/etc/hosts":       hosts(spec.Hostname, att),
 			"/etc/resolv.conf": "nameserver " + strings.Join(e.Nameservers, "\nnameserver ") + "\n",
 		}}, nil)
 	if err != nil {
@@ -134,6 +133,16 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	e.enliven(sb, l)
 	e.startProcesses(sb, session)
 	return nil
+}
+
+// hosts is the guest's /etc/hosts. localhost is 127.0.0.1 alone, where port forwards arrive: a server that is told to listen on
+// localhost must not choose another.
+func hosts(name string, att netns.Attachment) string {
+	text := fmt.Sprintf("127.0.0.1\tlocalhost\n%s\t%s\n", att.Addr, name)
+	if att.Addr6.IsValid() {
+		text += fmt.Sprintf("::1\tip6-localhost ip6-loopback\n%s\t%s\n", att.Addr6, name)
+	}
+	return text
 }
 
 // connect opens the agent's channel and greets it.

@@ -23,6 +23,7 @@ const (
 	RuleDefault = "default" // no rule of the policy matches
 	RuleNone    = "none"    // there is no policy
 	RuleMissing = "missing" // the store lost the policy
+	RuleIPv6    = "ipv6"    // the host has no way out over IPv6
 )
 
 // Target says how a step recognises the destinations it is about.

@@ -110,10 +110,12 @@ func (c *Compiled) sentence(q Question, v Verdict) string {
 // hint says what a person who asks about an address may not know.
 func (c *Compiled) hint(q Question, v Verdict) string {
 	switch {
-	case v.Rule == RulePrivate, len(c.Steps) == 0:
+	case v.Rule == RulePrivate, len(c.Steps) == 0 && !q.Addr.Is6():
 		return ""
 	case q.Port == 53 && q.Protocol != "icmp":
 		return "; all traffic to port 53 goes to the sandbox's resolver"
+	case v.Allow && q.Addr.Is6():
+		return "; while the host has no IPv6 it is refused all the same"
 	case !v.Allow && v.Step < 0 && c.Named():
 		return "; rules with names open an address only once one of their names was looked up and led there"
 	}
