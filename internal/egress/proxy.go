@@ -91,6 +91,7 @@ type Proxy struct {
 	toPlain    *handoff
 	toTLS      *handoff
 	maxConns   int
+	watches    secret.Watches
 	ctx        context.Context // ends with the proxy
 	cancel     context.CancelFunc
 	group      sync.WaitGroup

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard/internal/secret"
 )
 
 // What one request holds in memory, in bytes, each as the protocol bounds it: the buffers of copying, what an HTTP/2 client
@@ -37,7 +38,10 @@ type exchange struct {
 	trunk *trunk
 	route route
 	host  string // "" with an address
+	named string // the host as decisions name it
 	held  int
+	// carried are the secrets whose values the request has.
+	carried []secret.Secret
 }
 
 type (
@@ -45,12 +49,13 @@ type (
 	guestKey    struct{}
 )
 
-// label is the host as decisions name it.
-func (x *exchange) label() string {
-	if x.host == "" {
-		return x.route.addrs[0].String()
+// hold takes n more bytes of the sandbox's share, until the exchange has ended.
+func (x *exchange) hold(n int) error {
+	if !x.guest.client.hold(n) {
+		return errHeld
 	}
-	return x.host
+	x.held += n
+	return nil
 }
 
 func (p *Proxy) server(port uint16) *http.Server {
@@ -103,21 +108,27 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 	if t == nil {
 		panic(http.ErrAbortHandler)
 	}
-	x := &exchange{guest: g, trunk: t, host: host, held: copyBuffer}
+	x := &exchange{guest: g, trunk: t, host: host, named: label}
+	defer func() { g.client.release(x.held) }()
+	share := copyBuffer
 	if r.ProtoMajor == 2 {
-		x.held += streamWindow
+		share += streamWindow
 	}
-	if !g.client.hold(x.held) {
+	if x.hold(share) != nil {
 		p.deny(w, g, label, refusal{status: 503, rule: ruleLimit, reason: errHeld.Error()})
 		return
 	}
-	defer func() { g.client.release(x.held) }()
-	way, refused := p.way(r.Context(), g, t, host, dest)
+	reason, refused := p.insert(x, r, sub.Secrets)
+	var way route
+	if refused == nil {
+		way, refused = p.way(r.Context(), g, t, host, dest)
+	}
 	if refused != nil {
+		refused.about = reason
 		p.deny(w, g, label, *refused)
 		return
 	}
-	if err := p.record(g, label, way); err != nil {
+	if err := p.record(g, label, way, reason); err != nil {
 		p.o.Log.Error("a decision of the proxy could not be recorded", "sandbox", g.client.sandbox, "err", err)
 		answer(w, refusal{status: 503, reason: "the decision could not be recorded, so the request was not sent"}, label, port)
 		return
@@ -166,15 +177,17 @@ func (p *Proxy) forwarder() http.Handler {
 		FlushInterval: -1, // what a host sends is passed on at once
 		BufferPool:    &buffers{},
 		ErrorLog:      slog.NewLogLogger(p.o.Log.Handler(), slog.LevelDebug),
-		Transport:     roundTripper(roundTrip),
+		Transport:     roundTripper(p.roundTrip),
 		Rewrite:       rewrite,
 		ModifyResponse: func(resp *http.Response) error {
 			x := resp.Request.Context().Value(exchangeKey{}).(*exchange)
 			if resp.ProtoMajor == 2 {
-				if !x.guest.client.hold(answerWindow) {
-					return errHeld
+				if err := x.hold(answerWindow); err != nil {
+					return err
 				}
-				x.held += answerWindow
+			}
+			if len(x.carried) > 0 {
+				return p.watch(resp, x)
 			}
 			return nil
 		},
@@ -183,8 +196,8 @@ func (p *Proxy) forwarder() http.Handler {
 			if r.Context().Err() != nil {
 				panic(http.ErrAbortHandler) // the sandbox hung up
 			}
-			p.o.Log.Debug("a request of the proxy failed", "sandbox", x.guest.client.sandbox, "host", x.label(), "err", err)
-			p.deny(w, x.guest, x.label(), failure(err))
+			p.o.Log.Debug("a request of the proxy failed", "sandbox", x.guest.client.sandbox, "host", x.named, "err", err)
+			p.deny(w, x.guest, x.named, failure(err))
 		},
 	}
 }
@@ -219,8 +232,11 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-func roundTrip(r *http.Request) (*http.Response, error) {
+func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	x := r.Context().Value(exchangeKey{}).(*exchange)
+	if len(x.carried) > 0 {
+		r = p.early(r, x.carried)
+	}
 	tr := x.trunk.https
 	if r.URL.Scheme == "http" && r.ProtoMajor == 2 {
 		tr = x.trunk.h2c
@@ -355,6 +371,8 @@ func failure(err error) refusal {
 		return refusal{status: 403, rule: ruleLocal, reason: errLocal.Error()}
 	case errors.As(err, &bad):
 		return refusal{status: 502, rule: ruleCertificate, reason: "the host's certificate is not valid: " + bad.Err.Error()}
+	case errors.Is(err, secret.ErrUnwatchable):
+		r.reason = err.Error()
 	case errors.As(err, &alert), errors.As(err, &record):
 		r.reason = "TLS with the host failed: " + rootOf(err).Error()
 	case errors.Is(err, syscall.ECONNREFUSED):

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -32,6 +33,8 @@ type refusal struct {
 	status             int
 	rule, text, reason string
 	addr               netip.Addr
+	// about is what else there is to say of the request; for the log.
+	about string
 	// silent is a failure and no decision: it is answered and not recorded.
 	silent bool
 }
@@ -68,11 +71,16 @@ func (p *Proxy) judge(ctx context.Context, sandbox string, c *policy.Compiled, h
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()
+	var out route
 	addrs, err := p.o.Resolve(ctx, sandbox, host)
+	if (err != nil || len(addrs) == 0) && c.Open() && dest.IsValid() {
+		// Where nothing is forbidden the sandbox may know an address of its own, as it would without the proxy.
+		addrs, err = []netip.Addr{dest}, nil
+		out.claimed = true
+	}
 	if err != nil || len(addrs) == 0 {
 		return route{}, &refusal{status: 502, rule: ruleResolve, reason: "the name could not be looked up", addr: netip.Addr{}}
 	}
-	var out route
 	var first *refusal
 	for _, a := range inOrder(addrs) {
 		r := p.unreachable(a)
@@ -82,7 +90,7 @@ func (p *Proxy) judge(ctx context.Context, sandbox string, c *policy.Compiled, h
 		}
 		switch {
 		case r == nil && len(out.addrs) == 0:
-			out = route{verdict: v, addrs: []netip.Addr{a}}
+			out.verdict, out.addrs = v, []netip.Addr{a}
 		case r == nil:
 			out.addrs = append(out.addrs, a)
 		case first == nil:
@@ -151,14 +159,19 @@ type routeKey struct {
 	port uint16
 }
 
-// record writes down that a request goes to the first address of a route. It must not go when that fails.
-func (p *Proxy) record(g *guestConn, host string, r route) error {
+// record writes down that a request goes to the first address of a route, and what else there is to say about it. It must not
+// go when that fails.
+func (p *Proxy) record(g *guestConn, host string, r route, about string) error {
 	if g.client.gone() {
 		return errors.New("the sandbox is no longer served")
 	}
 	return p.o.Recorder.Record(g.client.sandbox, shard.EgressDecision{Time: time.Now().UTC(), Source: shard.EgressProxy,
 		Verdict: shard.EgressAllow, Host: host, Port: int(g.port), Address: r.addrs[0].String(),
-		Rule: r.verdict.Rule, RuleText: r.verdict.Text, Reason: r.verdict.Reason})
+		Rule: r.verdict.Rule, RuleText: r.verdict.Text, Reason: join(r.verdict.Reason, about)})
+}
+
+func join(reasons ...string) string {
+	return strings.Join(slices.DeleteFunc(reasons, func(s string) bool { return s == "" }), "; ")
 }
 
 // note writes down a refusal. Where that fails it stays a refusal.
@@ -171,6 +184,7 @@ func (p *Proxy) note(g *guestConn, host string, r refusal) {
 	if r.text == "" { // the rule says it otherwise
 		d.Reason = r.reason
 	}
+	d.Reason = join(d.Reason, r.about)
 	if r.addr.IsValid() {
 		d.Address = r.addr.String()
 	}

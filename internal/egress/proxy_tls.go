@@ -74,7 +74,7 @@ func (p *Proxy) drop(g *guestConn, host string, alert byte, r *refusal) {
 
 // through connects to the host and copies bytes both ways, of which the proxy can read none.
 func (p *Proxy) through(g *guestConn, host string, way route) {
-	if err := p.record(g, host, way); err != nil {
+	if err := p.record(g, host, way, ""); err != nil {
 		p.o.Log.Error("a decision of the proxy could not be recorded", "sandbox", g.client.sandbox, "err", err)
 		p.drop(g, host, alertInternalError, &refusal{silent: true})
 		return
