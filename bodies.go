@@ -164,6 +164,8 @@ type DaemonStatus struct {
 	Capabilities DaemonCapabilities `json:"capabilities"`
 	Proxy        ProxyPorts         `json:"proxy"`
 	Tasks        []DaemonTask       `json:"tasks"`
+	// Preview is the origin below which a shard serve on this host has its preview addresses; empty when there is none.
+	Preview string `json:"preview,omitempty"`
 }
 
 // DaemonCapabilities are the verbs that not every provider has.

@@ -19,6 +19,8 @@ type Route struct {
 	Query []string
 	// Stream says that the route can also be upgraded to a WebSocket.
 	Stream bool
+	// Door routes are answered by shard serve itself, which has the key to sign with; the daemon refuses them.
+	Door bool
 }
 
 // Routes is every route of the API (contract §3.2).
@@ -57,6 +59,8 @@ var Routes = []Route{
 	{Method: "GET", Path: "/v0/sandboxes/{id}/ports", Scope: "port:read", Query: []string{"limit", "cursor"}},
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/ports/{host_port}", Scope: "port:write"},
 	{Method: "DELETE", Path: "/v0/sandboxes/{id}/ports/{host_port}", Scope: "port:write"},
+	{Method: "POST", Path: "/v0/sandboxes/{id}/links/{guest_port}", Scope: "port:write", Query: []string{"expires"}, Door: true},
+	{Method: "GET", Path: "/v0/sandboxes/{id}/dial/{guest_port}", Local: true},
 
 	{Method: "PUT", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path", "mode", "user", "parents"}},
 	{Method: "GET", Path: "/v0/sandboxes/{id}/files", Scope: "exec", Query: []string{"path"}},
@@ -85,6 +89,7 @@ var Routes = []Route{
 	{Method: "DELETE", Path: "/v0/secrets/{name}", Scope: "secret:*", Query: []string{"force"}},
 
 	{Method: "GET", Path: "/v0/daemon", Local: true},
+	{Method: "PUT", Path: "/v0/daemon/preview", Local: true},
 	{Method: "GET", Path: "/v0/images", Local: true, Query: []string{"limit", "cursor"}},
 	{Method: "POST", Path: "/v0/images/pull", Local: true},
 	{Method: "POST", Path: "/v0/images/import", Local: true, Query: []string{"ref", "env", "workdir", "user"}},

@@ -3,7 +3,9 @@ package client
 import (
 	"context"
 	"net/http"
+	"net/url"
 	"strconv"
+	"time"
 
 	"github.com/useshards/shard"
 )
@@ -44,4 +46,12 @@ func (c *Client) PutPort(ctx context.Context, ref string, f shard.PortForward) (
 // RemovePort ends a forward and the connections it carries.
 func (c *Client) RemovePort(ctx context.Context, ref string, hostPort int) error {
 	return c.do(ctx, call{method: http.MethodDelete, path: sandboxPath(ref, "ports", strconv.Itoa(hostPort))}, nil)
+}
+
+// LinkPort has shard serve sign a link to a port of a sandbox, good for so long (whole seconds).
+func (c *Client) LinkPort(ctx context.Context, ref string, guestPort int, d time.Duration) (*shard.PortLink, error) {
+	var out shard.PortLink
+	query := url.Values{"expires": {strconv.FormatInt(int64((d+time.Second-1)/time.Second), 10)}}
+	err := c.do(ctx, call{method: http.MethodPost, path: sandboxPath(ref, "links", strconv.Itoa(guestPort)), query: query}, &out)
+	return &out, err
 }

@@ -17,7 +17,7 @@ func serve(ctx context.Context, o cli.ServeOptions) error {
 	}
 	defer closeLog()
 	return gate.Run(ctx, gate.Options{Root: o.Root, Listen: o.Listen, SigningKey: o.SigningKey, CertFile: o.CertFile, KeyFile: o.KeyFile,
-		SelfSigned: o.SelfSigned, Insecure: o.Insecure, AllowHosts: o.AllowHosts, AllowOrigins: o.AllowOrigins, Log: log})
+		SelfSigned: o.SelfSigned, Insecure: o.Insecure, AllowHosts: o.AllowHosts, AllowOrigins: o.AllowOrigins, Preview: o.Preview, Log: log})
 }
 
 // logger writes text for a person at a terminal, else JSON. SHARD_LOG_LEVEL=debug shows refused requests too.

@@ -49,6 +49,7 @@ type API struct {
 	Config
 	handlers map[string]func(*call) error
 	recorder *recorder
+	previews previews
 }
 
 // New makes the handler. It panics when a route has no handler or a handler no route: a test of any kind shows it.
@@ -85,6 +86,8 @@ func New(cfg Config) *API {
 		"GET /v0/sandboxes/{id}/ports":                   a.ports,
 		"PUT /v0/sandboxes/{id}/ports/{host_port}":       a.putPort,
 		"DELETE /v0/sandboxes/{id}/ports/{host_port}":    a.removePort,
+		"POST /v0/sandboxes/{id}/links/{guest_port}":     a.link,
+		"GET /v0/sandboxes/{id}/dial/{guest_port}":       a.dial,
 		"PUT /v0/sandboxes/{id}/files":                   a.putFile,
 		"GET /v0/sandboxes/{id}/files":                   a.getFile,
 		"HEAD /v0/sandboxes/{id}/files":                  a.statFile,
@@ -107,6 +110,7 @@ func New(cfg Config) *API {
 		"POST /v0/sandboxes/{id}/secrets/{name}":         a.grantSecret,
 		"DELETE /v0/sandboxes/{id}/secrets/{name}":       a.ungrantSecret,
 		"GET /v0/daemon":                                 a.daemon,
+		"PUT /v0/daemon/preview":                         a.putPreview,
 		"GET /v0/images":                                 a.listImages,
 		"POST /v0/images/pull":                           a.pullImage,
 		"POST /v0/images/import":                         a.importImage,

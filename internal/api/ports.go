@@ -52,11 +52,13 @@ func (a *API) removePort(c *call) error {
 }
 
 // hostPort is the port in the path.
-func (c *call) hostPort() (int, error) {
-	text := c.param("host_port")
+func (c *call) hostPort() (int, error) { return c.port("host port", "host_port") }
+
+func (c *call) port(what, param string) (int, error) {
+	text := c.param(param)
 	port, err := strconv.ParseUint(text, 10, 31)
 	if err != nil || port < 1 || port > shard.MaxPort {
-		return 0, shard.Invalidf("host port %s is not a port: use 1 to %d", shard.Quote(text), shard.MaxPort)
+		return 0, shard.Invalidf("%s %s is not a port: use 1 to %d", what, shard.Quote(text), shard.MaxPort)
 	}
 	return int(port), nil
 }

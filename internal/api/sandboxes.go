@@ -24,7 +24,11 @@ func (a *API) providers(c *call) error {
 	return c.json(200, shard.ProviderList{Providers: a.Engine.ListProviders(c.r.Context())})
 }
 
-func (a *API) daemon(c *call) error { return c.json(200, a.Status()) }
+func (a *API) daemon(c *call) error {
+	status := a.Status()
+	status.Preview = a.previews.get()
+	return c.json(200, status)
+}
 
 func (a *API) list(c *call) error {
 	all, err := c.flag("all")

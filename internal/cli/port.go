@@ -19,7 +19,7 @@ func (a *App) portCommand() *cobra.Command {
 		Example: `  shard port add web 8080:80`,
 		RunE:    groupRun,
 	}
-	cmd.AddCommand(a.portAddCommand(), a.portListCommand(), a.portRemoveCommand())
+	cmd.AddCommand(a.portAddCommand(), a.portListCommand(), a.portRemoveCommand(), a.portURLCommand())
 	return cmd
 }
 

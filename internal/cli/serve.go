@@ -23,6 +23,8 @@ type ServeOptions struct {
 	Insecure bool
 	// AllowHosts and AllowOrigins loosen the guard against web pages.
 	AllowHosts, AllowOrigins []string
+	// Preview is the domain of preview addresses, or the origin of them that browsers see.
+	Preview string
 }
 
 func (a *App) serveCommand() *cobra.Command {
@@ -44,9 +46,14 @@ write there. Ends at SIGINT or SIGTERM, after requests under way; SIGHUP reads t
 
 A request from a web page (with an Origin header), or for a host name that is neither the address listened on, nor this
 machine's loopback, nor in the certificate, is refused: otherwise a page in a browser near this server could call it.
-Behind a proxy that passes the client's Host on, name that host with --allow-host.`,
+Behind a proxy that passes the client's Host on, name that host with --allow-host.
+
+With --preview-domain D, https://<port>-<sandbox>.D leads browsers to that port of that sandbox, if they have a link (shard
+port url) or an API key with port:write. *.D must resolve to this server, and its certificate be good for *.D. On one's
+own machine --preview-domain localhost needs neither.`,
 		Example: `  shard serve
-  shard serve --listen 0.0.0.0:7850 --tls-cert /etc/shard/cert.pem --tls-key /etc/shard/key.pem`,
+  shard serve --listen 0.0.0.0:7850 --tls-cert /etc/shard/cert.pem --tls-key /etc/shard/key.pem
+  shard serve --preview-domain localhost`,
 		Args: arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.Root = a.root
@@ -61,6 +68,7 @@ Behind a proxy that passes the client's Host on, name that host with --allow-hos
 	f.BoolVar(&o.Insecure, "insecure", false, "serve without TLS on an address that others can reach")
 	f.StringArrayVar(&o.AllowHosts, "allow-host", nil, "`HOST` name that this server goes by; may be repeated")
 	f.StringArrayVar(&o.AllowOrigins, "allow-origin", nil, "`ORIGIN` (https://host) of web pages that may call; may be repeated")
+	f.StringVar(&o.Preview, "preview-domain", "", "serve ports of sandboxes below `DOMAIN`; behind a proxy, the origin that browsers see (https://DOMAIN[:PORT])")
 	signingKeyFlag(cmd, &o.SigningKey)
 	return cmd
 }

@@ -143,6 +143,16 @@ type forwards struct {
 	state sync.Mutex // guards what follows, for readers that do not wait for a change
 	open  map[int]*forward
 	slots chan struct{} // one for each connection
+	// dials ends what was dialled without a forward; nil while the ports are closed.
+	dials    context.Context
+	endDials context.CancelFunc
+}
+
+// context is that of connections without a forward, nil while there can be none.
+func (fs *forwards) context() context.Context {
+	fs.state.Lock()
+	defer fs.state.Unlock()
+	return fs.dials
 }
 
 func (fs *forwards) get(port int) *forward {
@@ -170,6 +180,11 @@ func (sb *sandbox) openPorts() {
 	fs.mu.Lock()
 	defer fs.mu.Unlock()
 	fs.up = true
+	fs.state.Lock()
+	if fs.dials == nil {
+		fs.dials, fs.endDials = context.WithCancel(context.Background())
+	}
+	fs.state.Unlock()
 	for _, p := range sb.record().Sandbox.Ports {
 		if fs.get(p.HostPort) == nil {
 			l, err := bind(p)
@@ -187,6 +202,10 @@ func (sb *sandbox) closePorts() {
 	fs.state.Lock()
 	open := fs.open
 	fs.open = nil
+	if fs.endDials != nil {
+		fs.endDials()
+		fs.dials, fs.endDials = nil, nil
+	}
 	fs.state.Unlock()
 	for _, f := range open {
 		f.cancel()

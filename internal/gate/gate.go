@@ -54,7 +54,9 @@ type Options struct {
 	Insecure bool
 	// AllowHosts are more names in Host headers to answer to, and AllowOrigins the web origins whose pages may call.
 	AllowHosts, AllowOrigins []string
-	Log                      *slog.Logger
+	// Preview is the domain of preview addresses, or, behind a proxy, the origin that browsers see; "" for none.
+	Preview string
+	Log     *slog.Logger
 }
 
 // Gate is a listening shard serve.
@@ -68,6 +70,7 @@ type Gate struct {
 	// total bounds the connections in all, patience is headTime but in tests.
 	total    int
 	patience time.Duration
+	preview  *preview // nil without preview addresses
 
 	wg sync.WaitGroup // the connections
 
@@ -140,6 +143,12 @@ func Listen(o Options) (_ *Gate, err error) {
 		return nil, fmt.Errorf("listen on %s: %w", o.Listen, err)
 	}
 	g.total = connectionLimit()
+	if o.Preview != "" {
+		if g.preview, err = newPreview(g, o.Preview); err != nil {
+			g.listener.Close()
+			return nil, err
+		}
+	}
 	return g, nil
 }
 
@@ -177,6 +186,12 @@ func (g *Gate) Serve(ctx context.Context) error {
 	patrolled := make(chan struct{})
 	end := make(chan struct{})
 	go func() { defer close(patrolled); g.patrol(end) }()
+	var previews sync.WaitGroup
+	if g.preview != nil {
+		g.o.Log.Info("previews of ports are below", "url", g.preview.origin.String())
+		previews.Go(g.preview.run)
+		previews.Go(func() { g.preview.announce(end) })
+	}
 	stop := context.AfterFunc(ctx, func() { g.listener.Close() })
 	err := g.accept()
 	if !stop() {
@@ -186,6 +201,7 @@ func (g *Gate) Serve(ctx context.Context) error {
 	g.drain()
 	close(end)
 	<-patrolled
+	previews.Wait()
 	return err
 }
 
@@ -333,6 +349,13 @@ func (g *Gate) drain() {
 	g.closing = true
 	g.mu.Unlock()
 	g.each(func(c *conn) bool { return c.isPending || c.stream.Load() })
+	if g.preview != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), drainTime)
+		defer cancel()
+		var closed sync.WaitGroup
+		closed.Go(func() { g.preview.close(ctx) })
+		defer closed.Wait()
+	}
 	done := make(chan struct{})
 	go func() { g.wg.Wait(); close(done) }()
 	late := time.NewTimer(drainTime)
@@ -371,6 +394,8 @@ type conn struct {
 	isPending bool
 	grant     *token.Grant
 	daemon    atomic.Pointer[net.UnixConn]
+	// cancel ends the request of a browser.
+	cancel atomic.Pointer[context.CancelFunc]
 	// stream says that the connection was upgraded, aborted that it was ended from outside.
 	stream, aborted atomic.Bool
 }
@@ -381,6 +406,9 @@ func (c *conn) abort() bool {
 	c.raw.Close()
 	if d := c.daemon.Load(); d != nil {
 		d.Close()
+	}
+	if cancel := c.cancel.Load(); cancel != nil {
+		(*cancel)()
 	}
 	return news
 }

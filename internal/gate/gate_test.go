@@ -54,6 +54,10 @@ func TestCase133ScopeTable(t *testing.T) {
 				if got.status != 403 || got.code != shard.CodeForbidden && route.Method != "HEAD" || len(reached) != 0 {
 					t.Errorf("%s with %q: %d %s, %d reached the daemon", route.Name(), scope, got.status, got.body, len(reached))
 				}
+			case route.Door:
+				if got.code != shard.CodeUnsupported || len(reached) != 0 {
+					t.Errorf("%s with %q, without previews: %d %s, %d reached the daemon", route.Name(), scope, got.status, got.body, len(reached))
+				}
 			case got.status != 200 || len(reached) != 1 || !got.close:
 				t.Errorf("%s with %q: %+v, %d reached the daemon", route.Name(), scope, got, len(reached))
 			default:

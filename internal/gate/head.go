@@ -24,6 +24,8 @@ type head struct {
 	upgrade bool
 	// host is the value of Host.
 	host string
+	// raw is all that was read: the head, and what came with it.
+	raw []byte
 }
 
 type field struct{ name, value string }
@@ -50,8 +52,9 @@ func (h *head) get(name string) []string {
 func bad(format string, args ...any) *shard.Error { return shard.Invalidf(format, args...) }
 
 // readHead reads a head and what came with it of the body. A line that is wrong ends it at once, so that nobody waits
-// for the rest of a request that will be refused. An error that is no *shard.Error is the connection's.
-func readHead(r io.Reader) (h *head, rest []byte, err error) {
+// for the rest of a request that will be refused. loose also lets the bytes in a target pass that browsers do not escape
+// although RFC 3986 wants it. An error that is no *shard.Error is the connection's.
+func readHead(r io.Reader, loose bool) (h *head, rest []byte, err error) {
 	buf := make([]byte, 0, 2<<10)
 	line, seen := 0, 0 // where the line under way begins, and what was looked at
 	for {
@@ -74,7 +77,7 @@ func readHead(r io.Reader) (h *head, rest []byte, err error) {
 			line = seen + 1
 			switch {
 			case h == nil:
-				if h, err = requestLine(text); err != nil {
+				if h, err = requestLine(text, loose); err != nil {
 					return h, nil, err
 				}
 			case len(text) == 0:
@@ -85,6 +88,7 @@ func readHead(r io.Reader) (h *head, rest []byte, err error) {
 				if h.length >= 0 && int64(len(rest)) > h.length {
 					return h, nil, bad("more than one request was sent at once: wait for each answer")
 				}
+				h.raw = buf
 				return h, rest, nil
 			default:
 				if err := h.add(text); err != nil {
@@ -102,7 +106,7 @@ func readHead(r io.Reader) (h *head, rest []byte, err error) {
 }
 
 // requestLine reads METHOD SP TARGET SP HTTP/1.1. Only the origin form of a target passes.
-func requestLine(text []byte) (*head, error) {
+func requestLine(text []byte, loose bool) (*head, error) {
 	parts := strings.Split(string(text), " ")
 	if len(parts) != 3 || parts[2] != "HTTP/1.1" {
 		return nil, bad("the request line is not METHOD PATH HTTP/1.1")
@@ -111,11 +115,23 @@ func requestLine(text []byte) (*head, error) {
 	if method == "" || len(method) > 16 || strings.Trim(method, "ABCDEFGHIJKLMNOPQRSTUVWXYZ") != "" {
 		return nil, bad("the request's method is not valid")
 	}
-	path, query, _ := strings.Cut(target, "?")
-	if !strings.HasPrefix(path, "/") || !wellFormed(path, pathBytes) || !wellFormed(query, queryBytes) {
-		return nil, bad("the request's target is not a path with an optional query, properly escaped")
+	h := &head{method: method, target: target}
+	if refusal := h.checkTarget(loose); refusal != nil {
+		return nil, refusal
 	}
-	return &head{method: method, target: target}, nil
+	return h, nil
+}
+
+func (h *head) checkTarget(loose bool) error {
+	more := ""
+	if loose {
+		more = browserBytes
+	}
+	path, query, _ := strings.Cut(h.target, "?")
+	if !strings.HasPrefix(path, "/") || !wellFormed(path, pathBytes+more) || !wellFormed(query, queryBytes+more) {
+		return bad("the request's target is not a path with an optional query, properly escaped")
+	}
+	return nil
 }
 
 const (
@@ -123,7 +139,9 @@ const (
 	// daemon finds the route that we found.
 	pathBytes  = "-._~!$&'()*+,;=:@/"
 	queryBytes = pathBytes + "?"
-	tokenBytes = "!#$%&'*+-.^_`|~"
+	// browserBytes are what browsers leave as it is (WHATWG URL).
+	browserBytes = "[]{}|^`\\\""
+	tokenBytes   = "!#$%&'*+-.^_`|~"
 )
 
 func alphanumeric(c byte) bool {

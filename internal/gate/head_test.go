@@ -95,14 +95,14 @@ func TestHeadRefusals(t *testing.T) {
 				}
 				r = iotest.OneByteReader(r)
 			}
-			_, _, err := readHead(r)
+			_, _, err := readHead(r, false)
 			if shard.CodeOf(err) != shard.CodeInvalidRequest {
 				t.Errorf("%s (byte by byte: %v): %v", name, slow, err)
 			}
 		}
 	}
 	for _, cut := range []string{"", "GET", plain, plain + "X-A: b\r"} {
-		if _, _, err := readHead(strings.NewReader(cut)); !errors.Is(err, io.EOF) {
+		if _, _, err := readHead(strings.NewReader(cut), false); !errors.Is(err, io.EOF) {
 			t.Errorf("%q: %v", cut, err)
 		}
 	}
@@ -128,14 +128,14 @@ func TestHeadPasses(t *testing.T) {
 		{handshakeHead + "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n", "", 0, false},
 	} {
 		for _, r := range []io.Reader{strings.NewReader(c.raw), iotest.HalfReader(strings.NewReader(c.raw))} {
-			h, rest, err := readHead(r)
+			h, rest, err := readHead(r, false)
 			if err != nil || h.length != c.length || h.upgrade != c.upgrade || !strings.HasPrefix(c.rest, string(rest)) {
 				t.Errorf("%q: %+v, %q, %v", c.raw, h, rest, err)
 			}
 		}
 	}
 	full := plain + "X-A: " + strings.Repeat("a", maxHead-len(plain)-len("X-A: ")-4) + "\r\n\r\n"
-	if _, _, err := readHead(strings.NewReader(full)); err != nil || len(full) != maxHead {
+	if _, _, err := readHead(strings.NewReader(full), false); err != nil || len(full) != maxHead {
 		t.Errorf("a head of exactly the bound: %d %v", len(full), err)
 	}
 }
@@ -143,7 +143,7 @@ func TestHeadPasses(t *testing.T) {
 // agree checks that the daemon's own parser takes the head that we send on for the request that we judged.
 func agree(t *testing.T, raw string, scopes []string) {
 	t.Helper()
-	h, rest, err := readHead(strings.NewReader(raw))
+	h, rest, err := readHead(strings.NewReader(raw), false)
 	if err != nil {
 		return
 	}
@@ -179,7 +179,7 @@ func TestHeadAgreesWithDaemon(t *testing.T) {
 		"PUT /v0/sandboxes/a%2Fb/files?path=/a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTrailer: X-Shard-Scopes\r\n\r\n",
 		"GET //v0/version HTTP/1.1\r\nHost: x\r\n\r\n", "GET /v0/sandboxes/%2e%2e%2fx!$&'()*+,;=:@ HTTP/1.1\r\nHost: x\r\n\r\n",
 	} {
-		if _, _, err := readHead(strings.NewReader(raw)); err != nil {
+		if _, _, err := readHead(strings.NewReader(raw), false); err != nil {
 			t.Errorf("%q: %v", raw, err)
 		}
 		agree(t, raw, []string{"exec", "sandbox:read"})
@@ -196,13 +196,13 @@ func FuzzHead(f *testing.F) {
 	f.Add(plain + "\r\n")
 	f.Add(handshakeHead + "\r\n")
 	f.Fuzz(func(t *testing.T, raw string) {
-		whole, _, err := readHead(strings.NewReader(raw))
+		whole, _, err := readHead(strings.NewReader(raw), false)
 		if err != nil && shard.CodeOf(err) != shard.CodeInvalidRequest && !errors.Is(err, io.EOF) {
 			t.Fatalf("%q: %v", raw, err)
 		}
 		if err == nil {
 			// What is read does not hang on how it arrives, except that a second request may be seen or not.
-			h, _, err := readHead(iotest.OneByteReader(strings.NewReader(raw)))
+			h, _, err := readHead(iotest.OneByteReader(strings.NewReader(raw)), false)
 			if err != nil || h.target != whole.target || !slices.Equal(h.fields, whole.fields) {
 				t.Fatalf("%q: byte by byte %+v, %v", raw, h, err)
 			}

@@ -48,7 +48,7 @@ func (c *conn) serve() {
 		}
 		c.Conn = t
 	}
-	h, rest, err := readHead(c.Conn)
+	h, rest, err := readHead(c.Conn, c.gate.preview != nil)
 	if err != nil {
 		refusal, ok := errors.AsType[*shard.Error](err)
 		if !ok {
@@ -59,7 +59,11 @@ func (c *conn) serve() {
 		c.refuse(h, refusal)
 		return
 	}
-	route, grant, refusal := c.judge(h)
+	if c.gate.preview.owns(h.host) {
+		c.gate.preview.visit(c, h.raw)
+		return
+	}
+	route, params, grant, refusal := c.judge(h)
 	if grant != nil {
 		log = log.With("subject", grant.Name)
 	}
@@ -70,6 +74,10 @@ func (c *conn) serve() {
 		return
 	}
 	if !c.gate.passed(c, grant) {
+		return
+	}
+	if route.Door {
+		log.Info("request", "status", c.link(h, grant, params["id"], params["guest_port"]), "ms", time.Since(start).Milliseconds())
 		return
 	}
 	dctx, cancel := context.WithTimeout(context.Background(), dialTime)
@@ -110,34 +118,32 @@ func routeName(r *shard.Route) string {
 
 // judge says which route the request is for and what its token gives, or why it is refused. An unknown client learns
 // nothing about routes.
-func (c *conn) judge(h *head) (*shard.Route, *token.Grant, *shard.Error) {
+func (c *conn) judge(h *head) (*shard.Route, map[string]string, *token.Grant, *shard.Error) {
 	if refusal := c.guard(h); refusal != nil {
-		return nil, nil, refusal
+		return nil, nil, nil, refusal
 	}
-	var grant *token.Grant
-	if values := h.get("Authorization"); len(values) == 1 {
-		if scheme, text, ok := strings.Cut(values[0], " "); ok && strings.EqualFold(scheme, "Bearer") {
-			grant, _ = c.gate.book.Check(text)
-		}
-	}
+	grant := c.gate.bearer(h.get("Authorization"))
 	if grant == nil {
-		return nil, nil, shard.Errorf(shard.CodeUnauthorized, "the API key is missing or not valid here")
+		return nil, nil, nil, shard.Errorf(shard.CodeUnauthorized, "the API key is missing or not valid here")
 	}
-	route, _ := shard.MatchRoute(h.method, h.path())
+	route, params := shard.MatchRoute(h.method, h.path())
 	switch {
 	case route == nil:
-		return nil, grant, shard.Errorf(shard.CodeForbidden, "there is no such route")
+		return nil, nil, grant, shard.Errorf(shard.CodeForbidden, "there is no such route")
 	case route.Local:
-		return route, grant, shard.Errorf(shard.CodeForbidden, "%s is there on the daemon's host only", route.Name())
+		return route, nil, grant, shard.Errorf(shard.CodeForbidden, "%s is there on the daemon's host only", route.Name())
 	case !shard.ScopesAllow(grant.Scopes, route.Scope):
-		return route, grant, shard.Errorf(shard.CodeForbidden, "the API key lacks the scope %s, which %s needs", route.Scope, route.Name())
+		return route, nil, grant, shard.Errorf(shard.CodeForbidden, "the API key lacks the scope %s, which %s needs", route.Scope, route.Name())
 	}
-	return route, grant, nil
+	return route, params, grant, nil
 }
 
 // guard refuses what a web page could make a browser send: a page names its origin, and one that had its own name
 // resolve to our address names itself as the host.
 func (c *conn) guard(h *head) *shard.Error {
+	if refusal := refusalOf(h.checkTarget(false)); refusal != nil {
+		return refusal // it was read for a browser, and is no browser's
+	}
 	for _, origin := range h.get("Origin") {
 		if !slices.ContainsFunc(c.gate.o.AllowOrigins, func(allowed string) bool { return strings.EqualFold(allowed, origin) }) {
 			return shard.Errorf(shard.CodeForbidden, "pages of %s may not call: allow them with --allow-origin", shard.Quote(origin))
@@ -151,16 +157,17 @@ func (c *conn) guard(h *head) *shard.Error {
 
 // refuse answers with an error and ends the connection.
 func (c *conn) refuse(h *head, e *shard.Error) {
-	c.answer(h, e.Code.Status(), shard.ErrorDetail{Code: e.Code, Message: e.Message})
+	c.send(h, e.Code.Status(), shard.ErrorBody{Error: shard.ErrorDetail{Code: e.Code, Message: e.Message}})
 }
 
 // badGateway is the only answer whose status is not its code's.
 func (c *conn) badGateway(h *head) {
-	c.answer(h, http.StatusBadGateway, shard.ErrorDetail{Code: shard.CodeInternal, Message: "the daemon does not answer: look whether it runs on the server"})
+	c.send(h, http.StatusBadGateway, shard.ErrorBody{Error: shard.ErrorDetail{Code: shard.CodeInternal, Message: "the daemon does not answer: look whether it runs on the server"}})
 }
 
-func (c *conn) answer(h *head, status int, detail shard.ErrorDetail) {
-	body, err := json.Marshal(shard.ErrorBody{Error: detail})
+// send is an answer of the gate's own, after which the connection ends.
+func (c *conn) send(h *head, status int, v any) {
+	body, err := json.Marshal(v)
 	if err != nil {
 		return // our own types always encode
 	}
@@ -339,7 +346,7 @@ func (r *relay) handshake() {
 		r.refusal(answer)
 	default:
 		r.stream.Store(true)
-		if !r.streaming() {
+		if !r.gate.streaming() {
 			close(refused)
 			r.abort()
 			break
@@ -351,10 +358,10 @@ func (r *relay) handshake() {
 }
 
 // streaming says whether a stream may begin: not when the gate is closing, which ends streams before it waits.
-func (r *relay) streaming() bool {
-	r.gate.mu.Lock()
-	defer r.gate.mu.Unlock()
-	return !r.gate.closing
+func (g *Gate) streaming() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return !g.closing
 }
 
 // input passes the client's bytes on once the stream is there.

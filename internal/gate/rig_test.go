@@ -40,6 +40,8 @@ type rig struct {
 
 	mu   sync.Mutex
 	seen []*http.Request
+	// special answers before the daemon does, if it says so.
+	special func(http.ResponseWriter, *http.Request) bool
 }
 
 type lockedBuffer struct {
@@ -102,7 +104,11 @@ func newRig(t *testing.T, o Options, tune ...func(*Gate)) *rig {
 func (r *rig) answer(w http.ResponseWriter, req *http.Request) {
 	r.mu.Lock()
 	r.seen = append(r.seen, req)
+	special := r.special
 	r.mu.Unlock()
+	if special != nil && special(w, req) {
+		return
+	}
 	switch {
 	case strings.Contains(req.URL.Path, "/echo/exec/"):
 		ws, err := websocket.Accept(w, req, &websocket.AcceptOptions{InsecureSkipVerify: true})

@@ -45,6 +45,9 @@ func loadCertificates(o Options, addr *net.TCPAddr) (certificates, error) {
 		if host, _, err := net.SplitHostPort(o.Listen); err == nil && host != "" {
 			c.names = append(c.names, host)
 		}
+		if domain := previewDomain(o.Preview); domain != "" {
+			c.names = append(c.names, "*."+domain)
+		}
 		if err := c.open(); err != nil {
 			return nil, err
 		}

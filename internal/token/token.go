@@ -112,6 +112,8 @@ type Grant struct {
 	Scopes []string
 	hash   string
 	expiry time.Time
+	// until is when a link ends, which its token outlives.
+	until time.Time
 }
 
 // ErrRefused says that a token gives nothing. Why is nobody's business who does not have the ledger.
@@ -197,6 +199,9 @@ func stampOf(info os.FileInfo, err error) stamp {
 // Standing says whether a grant is still good: its token is in the ledger as it was made, not revoked and not expired.
 func (v *View) Standing(g *Grant, now time.Time) bool {
 	r := v.records[g.ID]
+	if !g.until.IsZero() && !now.Before(g.until) {
+		return false
+	}
 	if r == nil || r.RevokedAt != nil || subtle.ConstantTimeCompare([]byte(r.Hash), []byte(g.hash)) != 1 {
 		return false
 	}

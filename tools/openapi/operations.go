@@ -120,6 +120,13 @@ var operations = map[string]operation{
 		text:    "It is kept until it is removed, and listens while the sandbox runs. The same again changes nothing.",
 		request: of[shard.PortRequest](), status: 200, answer: of[shard.Port]()},
 	"DELETE /v0/sandboxes/{id}/ports/{host_port}": {id: "removePort", tag: tagPorts, summary: "End a forward and its connections", status: 204},
+	"POST /v0/sandboxes/{id}/links/{guest_port}": {id: "linkPort", tag: tagPorts, summary: "Sign a link to a port of a sandbox",
+		text: "Whoever has the URL reaches that port of that sandbox with a browser until the link expires, or the API key that asked for it is revoked or expires. " +
+			"`shard serve --preview-domain` answers this itself; without preview addresses, and on the daemon's socket, it is refused with `unsupported`.",
+		status: 201, answer: of[shard.PortLink]()},
+	"GET /v0/sandboxes/{id}/dial/{guest_port}": {id: "dialPort", tag: tagPorts, summary: "Connect to a port of a sandbox",
+		text:   "With `Connection: Upgrade` and `Upgrade: tcp`. After the 101 the connection is the guest's, each half up to its end. A client sends nothing before.",
+		status: 101},
 
 	"PUT /v0/sandboxes/{id}/files": {id: "writeFile", tag: tagFiles, summary: "Write a file", text: "Needs a Content-Length.",
 		requestMedia: "application/octet-stream", status: 204},
@@ -163,6 +170,8 @@ var operations = map[string]operation{
 		text: "One that sandboxes have is removed with `force=true` only: they keep the grant, and the placeholder stands for nothing.", status: 204},
 
 	"GET /v0/daemon": {id: "getDaemon", tag: tagHost, summary: "What the daemon says of itself", status: 200, answer: of[shard.DaemonStatus]()},
+	"PUT /v0/daemon/preview": {id: "announcePreview", tag: tagHost, summary: "Say under which origin preview addresses are served",
+		text: "`shard serve` does this every few seconds; the daemon forgets it 15 s after the last time.", request: of[shard.PreviewRequest](), status: 204},
 	"GET /v0/images": {id: "listImages", tag: tagImages, summary: "List the images on the host", status: 200, answer: of[shard.ImageList]()},
 	"POST /v0/images/pull": {id: "pullImage", tag: tagImages, summary: "Pull an image", request: of[shard.PullRequest](), status: 200,
 		lines: of[shard.ImageLine]()},
@@ -183,6 +192,7 @@ var parameters = map[string]struct {
 	"all":       {schema: object{"type": "boolean"}, text: "show stopped sandboxes too"},
 	"cursor":    {schema: object{"type": "string"}, text: "`next` of the page before"},
 	"env":       {schema: object{"type": "array", "items": object{"type": "string"}}, text: "a variable, KEY=VALUE; may be repeated"},
+	"expires":   {schema: object{"type": "integer", "minimum": 1, "maximum": 2592000}, text: "seconds that the link is good for; without it 3600"},
 	"follow":    {schema: object{"type": "boolean"}, text: "go on with what comes"},
 	"force":     {schema: object{"type": "boolean"}, text: "also when it is in use"},
 	"limit":     {schema: object{"type": "integer", "minimum": 1}, text: "the longest page; without it, all"},
@@ -199,9 +209,10 @@ var parameters = map[string]struct {
 
 // segments are the parameters of paths.
 var segments = map[string]string{
-	"id":        "id or name of a sandbox, or the beginning of an id that fits one only",
-	"exec":      "id of a command",
-	"host_port": "port of the host, 1 to 65535",
-	"name":      "name of the thing",
-	"ref":       "reference of an image, slashes included",
+	"id":         "id or name of a sandbox, or the beginning of an id that fits one only",
+	"exec":       "id of a command",
+	"guest_port": "port of the sandbox's 127.0.0.1, 1 to 65535",
+	"host_port":  "port of the host, 1 to 65535",
+	"name":       "name of the thing",
+	"ref":        "reference of an image, slashes included",
 }
