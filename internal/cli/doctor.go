@@ -2,13 +2,17 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"runtime"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/useshards/shard/client"
 	"github.com/useshards/shard/internal/hostcheck"
 )
 
@@ -21,8 +25,9 @@ func (a *App) doctorCommand() *cobra.Command {
 		Use:   "doctor [options]",
 		Short: "Check this host for everything that sandboxes need",
 		Long: `Check this host for everything that sandboxes need: kernel, control groups, network, disk, providers, clock, DNS and the
-daemon. Each check says what to do about what it finds. Changes nothing, needs no daemon, and always speaks of this
-host; as root it sees more. The exit code is 1 when a check failed; a warning is no failure.`,
+daemon. Each check says what to do about what it finds. Changes nothing, needs no daemon (one that is not running is a
+warning), and always speaks of this host; as root it sees more. The exit code is 1 when a check failed; a warning is no
+failure.`,
 		Example: `  sudo shard doctor`,
 		Args:    arguments(0, 0, ""),
 		// It speaks of this host whatever the environment or a saved connection says.
@@ -102,7 +107,14 @@ func (a *App) checkDaemon(ctx context.Context) hostcheck.Check {
 	defer c.Close()
 	v, err := c.Version(ctx)
 	if err != nil {
-		return hostcheck.Check{Name: "daemon", Status: hostcheck.Fail, Found: "does not answer", Remedy: a.explain(nil, err)}
+		c := hostcheck.Check{Name: "daemon", Status: hostcheck.Fail, Found: "does not answer", Remedy: a.explain(nil, err)}
+		// A host without one can be all right: it may be about to get one, and to this user it may be closed.
+		if e, ok := errors.AsType[*client.DialError](err); ok && (errors.Is(e.Err, fs.ErrNotExist) || errors.Is(e.Err, syscall.ECONNREFUSED)) {
+			c.Status, c.Found = hostcheck.Warn, "is not running"
+		} else if ok && errors.Is(e.Err, fs.ErrPermission) {
+			c.Status, c.Found = hostcheck.Warn, "this user may not ask it"
+		}
+		return c
 	}
 	if v.Version != a.Version {
 		return hostcheck.Check{Name: "daemon", Status: hostcheck.Warn, Found: fmt.Sprintf("answers, version %s; this program is %s", v.Version, a.Version),

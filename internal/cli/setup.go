@@ -293,7 +293,7 @@ func (a *App) install(ctx context.Context, in *setup.Installer, p *setup.Plan, o
 		return err
 	}
 	if in.Systemd() && in.Tree == "" {
-		if err := a.awaitDaemon(ctx, p.Root); err != nil {
+		if err := a.awaitServices(ctx, p); err != nil {
 			return err
 		}
 	}
@@ -303,20 +303,43 @@ func (a *App) install(ctx context.Context, in *setup.Installer, p *setup.Plan, o
 	return nil
 }
 
-// awaitDaemon waits until the daemon that was started answers: before that it finds out what became of every sandbox.
-func (a *App) awaitDaemon(ctx context.Context, root string) error {
-	a.root = root
+// awaitServices waits until what was started answers: a service that ends at once has been started all the same.
+func (a *App) awaitServices(ctx context.Context, p *setup.Plan) error {
+	a.root = p.Root
 	ctx, cancel := context.WithTimeout(ctx, doctorPatience)
 	defer cancel()
+	c := a.client()
+	defer c.Close()
+	if err := persist(ctx, func() error { _, err := c.Version(ctx); return err }); err != nil {
+		return fmt.Errorf("the daemon does not answer (journalctl -u shard says more): %s", a.explain(nil, err))
+	}
+	if !p.HTTPAPI {
+		return nil
+	}
+	err := persist(ctx, func() error {
+		conn, err := new(net.Dialer).DialContext(ctx, "tcp", p.Listen)
+		if err == nil {
+			err = conn.Close()
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("shard serve does not answer at %s (journalctl -u shard-serve says more): %w", p.Listen, err)
+	}
+	return nil
+}
+
+// persist tries until it works or the context ends.
+func persist(ctx context.Context, try func() error) error {
 	for {
-		c := a.checkDaemon(ctx)
-		if c.Status != hostcheck.Fail {
+		err := try()
+		if err == nil {
 			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("the daemon %s: journalctl -u shard says more", c.Found)
-		case <-time.After(200 * time.Millisecond):
+			return err
+		case <-time.After(100 * time.Millisecond):
 		}
 	}
 }

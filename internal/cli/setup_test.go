@@ -78,13 +78,13 @@ func TestSetupRemote(t *testing.T) {
 	}
 }
 
-// TestDoctor: what it finds depends on the host, but it says it in both forms, and a daemon that is not there is a failure.
+// TestDoctor: what it finds depends on the host, but it says it in both forms, and a daemon that is not there is no failure.
 func TestDoctor(t *testing.T) {
 	p := newPlace(t)
 	p.vars["SHARD_REMOTE"] = "http://127.0.0.1:1" // it speaks of this host all the same
 	for _, format := range []string{"table", "json"} {
 		r := p.run("--root", t.TempDir(), "doctor", "--format", format)
-		if r.code != 1 || !strings.Contains(r.out, "daemon") || !strings.Contains(r.errs, "not ready") {
+		if !strings.Contains(r.out, "is not running") || strings.Contains(r.errs, "daemon") || r.code != 0 && !strings.Contains(r.errs, "not ready") {
 			t.Errorf("%+v", r)
 		}
 	}

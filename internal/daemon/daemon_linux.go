@@ -43,6 +43,7 @@ const shutdownTime = 5 * time.Second
 // Run runs a daemon until ctx ends. The error is a *shard.Error when the user can do something about it.
 func Run(ctx context.Context, o Options) (err error) {
 	started := time.Now().UTC()
+	ready := readiness()
 	if err := o.check(); err != nil {
 		return err
 	}
@@ -86,13 +87,21 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(hall.Count(listener)) }()
+	if err := ready(); err != nil {
+		log.Warn(err.Error())
+	}
 	log.Info("daemon listens", "socket", filepath.Join(o.Root, "shard.sock"), "after", time.Since(started).Round(time.Millisecond))
 	select {
 	case err = <-served:
 	case <-ctx.Done():
 	}
-	log.Info("daemon ends; sandboxes run on")
 	_ = os.Remove(filepath.Join(o.Root, "shard.sock"))
+	if hostGoesDown(context.WithoutCancel(ctx)) {
+		log.Info("the host goes down: sandboxes are ended")
+		parts.engine.PowerDown(context.WithoutCancel(ctx))
+	} else {
+		log.Info("daemon ends; sandboxes run on")
+	}
 	parts.engine.Close() // ends streams and waits, so that requests can end
 	end, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTime)
 	defer cancel()

@@ -25,6 +25,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -133,6 +134,19 @@ func (e *Engine) Close() {
 		sb.letGo()
 	}
 	e.wg.Wait()
+}
+
+// PowerDown ends what runs because the host goes down: processes have the grace of a stop, and files come to rest. No record
+// says that a stop was asked for, so the daemon of the next boot brings back what shall come back. Close follows.
+func (e *Engine) PowerDown(ctx context.Context) {
+	e.mu.Lock()
+	all := slices.Collect(maps.Values(e.sandboxes))
+	e.mu.Unlock()
+	var wg sync.WaitGroup
+	for _, sb := range all {
+		wg.Go(func() { e.quiet(ctx, sb) })
+	}
+	wg.Wait()
 }
 
 // Empty says that there is no sandbox, readable or not.

@@ -457,7 +457,14 @@ func (in *Installer) Uninstall(ctx context.Context, root string) error {
 			in.Say("removed %s", path)
 		}
 	}
-	_ = os.Remove(in.path(filepath.Join(prefix, "libexec/shard"))) // stays if it holds what is not ours
+	// What daemons share stays while another root's has a claim in it.
+	claims := in.path("/run/shard/net")
+	if left, err := os.ReadDir(claims); err == nil && len(left) == 1 && left[0].Name() == ".lock" {
+		_ = os.Remove(filepath.Join(claims, ".lock"))
+	}
+	for _, dir := range []string{in.path(filepath.Join(prefix, "libexec/shard")), claims, filepath.Dir(claims)} {
+		_ = os.Remove(dir) // stays if it holds what is not ours
+	}
 	in.Say("kept the data in %s", root)
 	return nil
 }
