@@ -2,11 +2,9 @@ package netns
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"time"
 
-	nl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -54,64 +52,39 @@ func (n *Net) fill(ctx context.Context) {
 
 func (n *Net) discard(l *link) { n.reaper.bury(corpse{slot: l.slot, ns: l.ns, free: true}) }
 
-// guard looks after the table: without it a sandbox would reach what this host reaches. The kernel tells at once when a
-// table goes; the tick is for what it could not tell.
+// guard looks after the table and the fence: without them a sandbox would reach what this host reaches. The kernel tells at
+// once when another program changes them; the tick is for what it could not tell.
 func (n *Net) guard(ctx context.Context) {
-	gone := make(chan struct{}, 1)
+	table, rules := make(chan struct{}, 1), make(chan struct{}, 1)
 	var told sync.WaitGroup
 	defer told.Wait()
-	told.Go(func() {
-		if err := tablesGone(ctx, gone); err != nil {
-			n.cfg.Log.Warn("the kernel does not tell when another program removes the sandboxes' nftables table; it is looked for each second", "err", err)
-		}
-	})
+	tell := func(what string, watch func() error) {
+		told.Go(func() {
+			if err := watch(); err != nil {
+				n.cfg.Log.Warn("the kernel does not tell when another program removes what keeps sandboxes in; it is looked for each second", "what", what, "err", err)
+			}
+		})
+	}
+	tell("nftables table", func() error { return n.table.tableChanges(ctx, table) })
+	tell("routing rules", func() error { return ruleChanges(ctx, rules) })
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
+		touched := false
 		select {
 		case <-ctx.Done():
 			return
-		case <-gone:
+		case <-table:
+			touched = true
+		case <-rules:
 		case <-tick.C:
 			n.followIPv6(ctx)
 		}
-		vanished, err := n.table.restore()
-		if vanished {
-			n.cfg.Log.Error("the nftables table of the sandboxes had been removed by another program; it is up again", "table", n.table.name, "err", err)
+		if had, err := n.table.restore(touched); had {
+			n.cfg.Log.Error("another program removed or changed the nftables table of the sandboxes; it is up again", "table", n.table.name, "err", err)
 		}
-	}
-}
-
-// tablesGone signals gone for every nftables table of this host that is removed, until ctx ends.
-func tablesGone(ctx context.Context, gone chan<- struct{}) error {
-	const changes = 7 // NFNLGRP_NFTABLES
-	conn, err := nl.Dial(unix.NETLINK_NETFILTER, nil)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = conn.Close() }()
-	if err := conn.JoinGroup(changes); err != nil {
-		return err
-	}
-	_ = conn.SetReadBuffer(1 << 20) // our own changes are told too
-	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
-	for {
-		messages, err := conn.Receive()
-		removed := errors.Is(err, unix.ENOBUFS) // who knows
-		switch {
-		case ctx.Err() != nil:
-			return nil
-		case err != nil && !removed:
-			return err
-		}
-		for _, m := range messages {
-			removed = removed || m.Header.Type == unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_DELTABLE
-		}
-		if removed {
-			select {
-			case gone <- struct{}{}:
-			default:
-			}
+		if missing, err := n.raiseFence(); missing {
+			n.cfg.Log.Error("another program removed routing rules that keep sandboxes in; they are there again", "err", err)
 		}
 	}
 }

@@ -101,9 +101,10 @@ func setConf(family, iface, key, value string) error {
 }
 
 // hostSettings of our end of a link. The guest's end is hostile, so ARP speaks of this link alone, and the host
-// neither takes nor gives routing advice.
+// neither takes nor gives routing advice. A source that is not of this link is dropped, also where the wall is not.
 var hostSettings = []struct{ family, key, value string }{
 	{"ipv4", "forwarding", "1"},
+	{"ipv4", "rp_filter", "1"},
 	{"ipv4", "arp_ignore", "2"},
 	{"ipv4", "arp_announce", "2"},
 	{"ipv4", "proxy_arp", "0"},

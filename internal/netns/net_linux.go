@@ -120,6 +120,9 @@ func Open(ctx context.Context, cfg Config) (_ *Net, err error) {
 		n.table.close()
 		return nil, err
 	}
+	if _, err := n.raiseFence(); err != nil {
+		n.cfg.Log.Warn("this kernel has no routing rules: should another program remove the sandboxes' nftables table, they are not cut off until it is up again", "err", err)
+	}
 	n.reaper = startReaper(n)
 	background, stop := context.WithCancel(context.Background())
 	n.stop = stop
@@ -571,7 +574,7 @@ func (n *Net) Remove(ctx context.Context) error {
 	if !n.quiesce() {
 		return errors.New("the networks are closed")
 	}
-	errs = append(errs, n.table.remove())
+	errs = append(errs, n.table.remove(), n.removeFence())
 	if err := os.Remove(filepath.Join(n.cfg.Dir, leaseName)); !errors.Is(err, fs.ErrNotExist) {
 		errs = append(errs, err)
 	}

@@ -198,7 +198,7 @@ func TestRestrict(t *testing.T) {
 		for one := range told {
 			sum += one.More
 		}
-		return sum >= 80 && sum <= 90
+		return sum >= 80 && sum <= 100 // a report may be told later than it is counted
 	})
 
 	if err := n.Detach(t.Context(), "able-box"); err != nil {

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
@@ -23,6 +24,7 @@ import (
 //	input    from a sandbox to any address of this host: drop
 //	output   from this host to a sandbox: only answers and ICMP errors of its flows
 //	nat      masquerade what leaves the blocks
+//	fence_…  marks on packets without which nothing passes, should others change the table: fence_linux.go
 //
 // Where this host has no way out over IPv6, all that a sandbox sends by it is refused: led to this host itself, since older
 // kernels cannot refuse before the route is known, and refused there.
@@ -31,6 +33,7 @@ import (
 // own, and a goto instead of the accept in egress; it is in the set policied too, so that what it sends to port 53 is
 // redirected to the resolver, and that it learns what it may not. One that is only behind the proxy is not.
 type table struct {
+	// The table has this name or, since a new one is put up before the old one goes, this and a _.
 	name, prefix string
 	block, twin  netip.Prefix // of IPv4 and IPv6
 
@@ -43,7 +46,12 @@ type table struct {
 	// takes transactions one by one anyway, so the lock is held over each.
 	mu   sync.Mutex
 	conn *nftables.Conn
-	way6 bool // this host has a way out over IPv6
+	sock *netlink.Conn // conn's
+	mine sync.Map      // the numbers that our sockets had
+	up   bool          // nft names the table that holds
+	// owned says that nobody else can change it; ownable, that the kernel has such tables. Tests turn the latter off.
+	owned, ownable bool
+	way6           bool // this host has a way out over IPv6
 	// What it takes to put the table up again.
 	held       map[entry]bool          // what bound holds; true: egress too
 	restricted map[string]*restriction // by interface
@@ -65,7 +73,7 @@ const (
 
 func newTable(tag, prefix string, block, twin netip.Prefix) *table {
 	t := &table{name: "shard_" + tag, prefix: prefix, block: block, twin: twin, held: map[entry]bool{},
-		restricted: map[string]*restriction{}, sets: lastID}
+		restricted: map[string]*restriction{}, sets: lastID, ownable: true}
 	t.nft = &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
 	t.bound = &nftables.Set{Table: t.nft, ID: boundID, Name: "bound", Concatenation: true,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIPAddr)}
@@ -119,36 +127,59 @@ func (t *table) transact(describe func(c *nftables.Conn) error) error {
 }
 
 // locked is transact for who holds mu.
-func (t *table) locked(describe func(c *nftables.Conn) error) (err error) {
-	if t.conn == nil {
-		// A transaction is one message, which the socket must hold.
-		const most = 8 << 20
-		t.conn, err = nftables.New(nftables.AsLasting(), nftables.WithSockOptions(func(c *netlink.Conn) error {
-			return errors.Join(c.SetWriteBuffer(most), c.SetReadBuffer(most))
-		}))
-		if err != nil {
-			return fmt.Errorf("open nftables: %w", err)
-		}
+func (t *table) locked(describe func(c *nftables.Conn) error) error {
+	err := t.dial()
+	if err == nil {
+		err = describe(t.conn)
 	}
-	if err = describe(t.conn); err == nil {
+	if err == nil {
 		err = t.conn.Flush()
 	}
 	if err != nil {
 		// Half a description, or answers nobody read, must not reach the next transaction.
-		_ = t.conn.CloseLasting()
-		t.conn = nil
+		t.hangUp()
 		return fmt.Errorf("change nftables table %s: %w", t.name, err)
 	}
 	return nil
 }
 
+// dial opens the socket for transactions, and makes the table its own.
+func (t *table) dial() (err error) {
+	if t.conn != nil {
+		return nil
+	}
+	// A transaction is one message, which the socket must hold.
+	const most = 8 << 20
+	t.conn, err = nftables.New(nftables.AsLasting(), nftables.WithSockOptions(func(c *netlink.Conn) error {
+		t.sock = c
+		return errors.Join(c.SetWriteBuffer(most), c.SetReadBuffer(most))
+	}))
+	if err != nil {
+		return fmt.Errorf("open nftables: %w", err)
+	}
+	port, err := portOfSocket(t.sock)
+	t.mine.Store(port, nil)
+	if err == nil && t.up && t.owned {
+		t.owned, err = own(t.sock, t.nft.Name)
+	}
+	return err
+}
+
+func (t *table) hangUp() {
+	if t.conn != nil {
+		_ = t.conn.CloseLasting()
+		t.conn, t.sock = nil, nil
+	}
+}
+
+func (t *table) isMine(port uint32) bool { _, ok := t.mine.Load(port); return ok }
+
+func (t *table) isName(name string) bool { return name == t.name || name == t.name+"_" }
+
 func (t *table) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.conn != nil {
-		_ = t.conn.CloseLasting()
-		t.conn = nil
-	}
+	t.hangUp()
 }
 
 // replace puts up the whole table in one transaction, whatever stood there before. The entries keep the flows they
@@ -161,23 +192,95 @@ func (t *table) replace(entries []entry) error {
 	for _, e := range entries {
 		t.held[e] = false
 	}
-	return t.locked(t.describe)
+	return t.put()
 }
 
-// restore puts the table up again if it vanished, as it does when an administrator reloads the host's firewall, and
-// says whether it had to.
-func (t *table) restore() (vanished bool, err error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+// put puts up the whole table with all that is held, in place of what stood. It comes under the other name, in the transaction
+// that takes the old one down: an owner is given to a table that is new and empty.
+func (t *table) put() (err error) {
+	// A killed daemon owns its table until what it was just starting has let go of the socket.
+	for deadline := time.Now().Add(2 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		if err = t.tryPut(); !errors.Is(err, unix.EPERM) || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+func (t *table) tryPut() error {
+	standing, err := t.standing()
+	if err != nil {
+		return err
+	}
+	before, next := t.nft.Name, t.name
+	if len(standing) > 0 && standing[0] == t.name {
+		next = t.name + "_"
+	}
+	owned := false
+	if t.ownable {
+		if owned, err = own(t.sock, next); err != nil {
+			t.hangUp()
+			return fmt.Errorf("make nftables table %s: %w", next, err)
+		}
+	}
+	t.nft.Name = next
 	err = t.locked(func(c *nftables.Conn) error {
-		tables, err := c.ListTablesOfFamily(t.nft.Family)
-		vanished = err == nil && !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.name })
+		if !owned {
+			c.AddTable(t.nft)
+		}
+		err := t.describe(c)
+		for _, old := range standing {
+			c.DelTable(&nftables.Table{Name: old, Family: t.nft.Family})
+		}
 		return err
 	})
-	if vanished {
-		err = t.locked(t.describe)
+	if err != nil {
+		t.nft.Name = before
+		return err
 	}
-	return vanished, err
+	t.up, t.owned = true, owned
+	return nil
+}
+
+// standing lists the names under which there is a table of ours. One that is empty, left by a failure, is taken away.
+func (t *table) standing() (names []string, err error) {
+	var empty []*nftables.Table
+	err = t.locked(func(c *nftables.Conn) error {
+		tables, err := c.ListTablesOfFamily(t.nft.Family)
+		for _, other := range tables {
+			switch {
+			case !t.isName(other.Name):
+			case other.Use == 0:
+				empty = append(empty, other)
+			default:
+				names = append(names, other.Name)
+			}
+		}
+		return err
+	})
+	if err == nil && len(empty) > 0 {
+		err = t.locked(func(c *nftables.Conn) error {
+			for _, other := range empty {
+				c.DelTable(other)
+			}
+			return nil
+		})
+	}
+	return names, err
+}
+
+// restore puts the table up again if it vanished, as it does when an administrator reloads the host's firewall, or, touched, if
+// another program may have changed it. It says whether it had to.
+func (t *table) restore(touched bool) (had bool, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	standing, err := t.standing()
+	if err != nil {
+		return false, err
+	}
+	if slices.Equal(standing, []string{t.nft.Name}) && (t.owned || !touched) {
+		return false, nil
+	}
+	return true, t.put()
 }
 
 // setWay6 says whether this host has a way out over IPv6. Flows that are open over IPv6 end where it has none.
@@ -185,17 +288,15 @@ func (t *table) setWay6(way bool) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.way6 = way
-	return t.locked(t.describe)
+	return t.put()
 }
 
-// describe is the whole table with all that is held.
+// describe is what is in the table, with all that is held.
 func (t *table) describe(c *nftables.Conn) error {
-	c.AddTable(t.nft) // so that the deletion cannot fail
-	c.DelTable(t.nft)
-	c.AddTable(t.nft)
+	// Constant, so that nobody can empty them.
 	dropped := privateSets{
-		&nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, KeyType: nftables.TypeIPAddr},
-		&nftables.Set{Table: t.nft, ID: private6ID, Name: "private6", Interval: true, KeyType: nftables.TypeIP6Addr}}
+		&nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, Constant: true, KeyType: nftables.TypeIPAddr},
+		&nftables.Set{Table: t.nft, ID: private6ID, Name: "private6", Interval: true, Constant: true, KeyType: nftables.TypeIP6Addr}}
 	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.bound6, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil),
 		c.AddSet(dropped.v4, intervals(private(true))), c.AddSet(dropped.v6, intervals(private(false))))
 	for iface, r := range t.restricted {
@@ -260,7 +361,10 @@ func (t *table) chains(c *nftables.Conn, dropped privateSets) error {
 
 	forward := chain("forward", nftables.ChainHookForward, nftables.ChainPriorityFilter, filter)
 	rule(forward, t.ours(expr.MetaKeyIIFNAME, true), jump(outOf))
+	rule(forward, t.ours(expr.MetaKeyIIFNAME, true), drop()) // should another empty what is jumped to
 	rule(forward, t.ours(expr.MetaKeyOIFNAME, true), jump(into))
+	rule(forward, t.ours(expr.MetaKeyOIFNAME, true), drop())
+	rule(outOf, setMark(markJudged))
 
 	if !t.way6 {
 		noWay := chain("no_ipv6", nil, nil, "")
@@ -289,13 +393,18 @@ func (t *table) chains(c *nftables.Conn, dropped privateSets) error {
 	}
 	rule(into, drop())
 
-	rule(chain("input", nftables.ChainHookInput, nftables.ChainPriorityFilter, filter), t.ours(expr.MetaKeyIIFNAME, true), jump(toHost))
+	input := chain("input", nftables.ChainHookInput, nftables.ChainPriorityFilter, filter)
+	rule(input, t.ours(expr.MetaKeyIIFNAME, true), jump(toHost))
+	rule(input, t.ours(expr.MetaKeyIIFNAME, true), drop())
 	rule(toHost, drop())
-	rule(chain("output", nftables.ChainHookOutput, nftables.ChainPriorityFilter, filter), t.ours(expr.MetaKeyOIFNAME, true), jump(into))
+	output := chain("output", nftables.ChainHookOutput, nftables.ChainPriorityFilter, filter)
+	rule(output, t.ours(expr.MetaKeyOIFNAME, true), jump(into))
+	rule(output, t.ours(expr.MetaKeyOIFNAME, true), drop())
 
 	nat := chain("nat", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, nftables.ChainTypeNAT)
 	rule(nat, v4.inBlock(t.block, v4.from), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
 	rule(nat, v6.inBlock(t.twin, v6.from), t.ours(expr.MetaKeyOIFNAME, false), []expr.Any{&expr.Masq{}})
+	t.fenceChains(c)
 	return nil
 }
 
@@ -351,9 +460,17 @@ func (t *table) shut(e entry) error {
 
 // remove takes the table down.
 func (t *table) remove() error {
-	return t.transact(func(c *nftables.Conn) error {
-		c.AddTable(t.nft)
-		c.DelTable(t.nft)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	standing, err := t.standing()
+	if err != nil || len(standing) == 0 {
+		return err
+	}
+	t.up = false
+	return t.locked(func(c *nftables.Conn) error {
+		for _, name := range standing {
+			c.DelTable(&nftables.Table{Name: name, Family: t.nft.Family})
+		}
 		return nil
 	})
 }

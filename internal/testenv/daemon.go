@@ -302,17 +302,19 @@ func (d *Daemon) Leftovers(everything bool) Host {
 // labState is what the lab's host has of links and rules.
 func (d *Daemon) labState() []string {
 	var state []string
-	for _, what := range [][]string{{"ip", "-o", "link", "show"}, {"nft", "list", "tables"}} {
+	for _, what := range [][]string{{"ip", "-o", "link", "show"}, {"nft", "list", "tables"}, {"ip", "rule"}, {"ip", "-6", "rule"},
+		{"ip", "-6", "route", "show"}, {"ip", "-6", "neigh", "show", "nud", "permanent"}} {
 		out, err := d.o.Lab.Command(what[0], what[1:]...).Output()
 		if err != nil {
 			d.t.Logf("%s: %v", strings.Join(what, " "), err)
 		}
 		for line := range strings.Lines(string(out)) {
 			fields := strings.Fields(line)
-			if what[0] == "ip" && len(fields) > 1 {
+			if what[1] == "-o" && len(fields) > 1 {
 				fields = []string{"link", strings.TrimSuffix(fields[1], ":")}
 			}
-			state = append(state, strings.Join(fields, " "))
+			// The firewall's table has one of two names.
+			state = append(state, strings.TrimSuffix(strings.Join(fields, " "), "_"))
 		}
 	}
 	return state
