@@ -34,7 +34,7 @@ func (c *Client) PutPolicy(ctx context.Context, name string, rules []shard.Polic
 		rules = []shard.PolicyRule{}
 	}
 	var out shard.PolicyView
-	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: shard.PutPolicyRequest{Rules: rules}}, &out)
+	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: shard.PutPolicyRequest{Rules: append([]shard.PolicyRule{}, rules...)}}, &out)
 	return &out, err
 }
 

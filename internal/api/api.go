@@ -290,7 +290,7 @@ func (c *call) body(v any, optional bool) error {
 	if strings.TrimSpace(string(data))[0] != '{' {
 		return shard.Invalidf("the body is not a JSON object")
 	}
-	if err := exactKeys(json.NewDecoder(strings.NewReader(string(data))), reflect.TypeOf(v)); err != nil {
+	if err := exactKeys(json.NewDecoder(strings.NewReader(string(data))), reflect.TypeOf(v), ""); err != nil {
 		return err
 	}
 	dec := json.NewDecoder(strings.NewReader(string(data)))

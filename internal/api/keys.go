@@ -8,12 +8,16 @@ import (
 	"github.com/useshards/shard"
 )
 
-// exactKeys refuses what encoding/json forgives: a field's name in another case, and a field given twice. It reads one
-// value that is decoded into t; anything else that is wrong with it is left to the decoder.
-func exactKeys(dec *json.Decoder, t reflect.Type) error {
+// exactKeys refuses what encoding/json forgives: a field's name in another case, a field given twice, and null, which is of no
+// type that a field may have. It reads the value of the field name, which is decoded into t; anything else that is wrong
+// with it is left to the decoder.
+func exactKeys(dec *json.Decoder, t reflect.Type, name string) error {
 	tok, err := dec.Token()
 	if err != nil {
 		return nil
+	}
+	if tok == nil {
+		return shard.Invalidf("field %s must not be null, nor hold one: leave it out", shard.Quote(name))
 	}
 	for t != nil && t.Kind() == reflect.Pointer {
 		t = t.Elem()
@@ -25,7 +29,7 @@ func exactKeys(dec *json.Decoder, t reflect.Type) error {
 			elem = t.Elem()
 		}
 		for dec.More() {
-			if err := exactKeys(dec, elem); err != nil {
+			if err := exactKeys(dec, elem, name); err != nil {
 				return err
 			}
 		}
@@ -46,7 +50,7 @@ func exactKeys(dec *json.Decoder, t reflect.Type) error {
 			if !known {
 				return shard.Invalidf("field %s is not known here", shard.Quote(name))
 			}
-			if err := exactKeys(dec, field); err != nil {
+			if err := exactKeys(dec, field, name); err != nil {
 				return err
 			}
 		}
