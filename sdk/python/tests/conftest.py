@@ -100,3 +100,19 @@ def live(request: pytest.FixtureRequest) -> Iterator[host.Host]:
         yield here
     finally:
         here.close()
+
+
+@pytest.fixture
+def connect(live: host.Host, client: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: client(live.remote, api_key=live.api_key, ca_file=live.ca_file)
+
+
+@pytest.fixture
+def box(live: host.Host, connect: Callable[[], Any]) -> Iterator[tuple[Any, Any]]:
+    """A sandbox and how to wait for its calls; it is removed at the end."""
+    c = connect()
+    sandbox = c.run(c.shard.create("local/busybox:1"))
+    try:
+        yield sandbox, c.run
+    finally:
+        c.run(sandbox.remove(force=True))

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
@@ -93,8 +95,8 @@ class Host:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        server = self._spawn("serve", "--listen", f"127.0.0.1:{port}", "--tls-self-signed")
-        self._until(server, str(port))
+        self.server = self._spawn("serve", "--listen", f"127.0.0.1:{port}", "--tls-self-signed")
+        self._until(self.server, str(port))
         self.remote = f"https://127.0.0.1:{port}"
         found = list(Path(self.root).rglob("ca.crt"))
         self.ca_file = str(found[0])
@@ -108,10 +110,19 @@ class Host:
         self._processes.insert(0, self._processes.pop())
         self._until(self.daemon, os.path.join(self.root, "shard.sock"))
 
+    @contextmanager
+    def frozen_server(self) -> Generator[None]:
+        """`shard serve` keeps its connections and says nothing."""
+        self.server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.server.send_signal(signal.SIGCONT)
+
     def import_busybox(self) -> str:
         """An image of busybox alone; its reference."""
         tree = os.path.join(self.root, "busybox")
-        for folder in ("bin", "etc", "tmp", "root", "proc", "sys", "dev", "var"):
+        for folder in ("bin", "etc", "etc/ssl/certs", "tmp", "root", "proc", "sys", "dev", "var"):
             os.makedirs(os.path.join(tree, folder))
         os.chmod(os.path.join(tree, "tmp"), 0o1777)
         shutil.copy(shutil.which("busybox") or "", os.path.join(tree, "bin/busybox"))
@@ -121,6 +132,7 @@ class Host:
                 os.symlink("busybox", os.path.join(tree, "bin", applet))
         Path(tree, "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n")
         Path(tree, "etc/group").write_text("root:x:0:\nnobody:x:65534:\n")
+        shutil.copy(self.ca_file, os.path.join(tree, "etc/ssl/certs/ca-certificates.crt"))  # secrets need a trust file
         self.cli("image", "import", "--env", "PATH=/bin", tree, "local/busybox:1")
         shutil.rmtree(tree)
         return "local/busybox:1"

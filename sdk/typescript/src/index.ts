@@ -56,5 +56,5 @@ export { defaultOutputLimit } from "./output.js";
 export { Process, Processes, type RunOptions } from "./process.js";
 export { Ports, Sandbox } from "./sandbox.js";
 export type { ShardOptions } from "./settings.js";
-export { Policies, Secrets, Shard, Snapshots, type CreateOptions, type SecretOptions } from "./shard.js";
+export { Policies, SandboxList, SecretList, Secrets, Shard, Snapshots, type CreateOptions, type SecretOptions } from "./shard.js";
 export type { CallOptions } from "./waiting.js";

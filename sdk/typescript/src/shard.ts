@@ -60,6 +60,22 @@ export interface CreateOptions extends CallOptions {
   ports?: readonly PortForward[] | undefined;
 }
 
+/** Sandboxes, which it iterates over, and a warning for each entry that the daemon could not read. */
+export class SandboxList implements Iterable<Sandbox> {
+  readonly sandboxes: Sandbox[];
+  readonly warnings: string[];
+
+  /** @internal */
+  constructor(sandboxes: Sandbox[], warnings: string[]) {
+    this.sandboxes = sandboxes;
+    this.warnings = warnings;
+  }
+
+  [Symbol.iterator](): Iterator<Sandbox> {
+    return this.sandboxes[Symbol.iterator]();
+  }
+}
+
 /**
  * A client of `shard serve`. Without options it reads SHARD_REMOTE, SHARD_API_KEY and SHARD_CA_FILE.
  *
@@ -142,10 +158,10 @@ export class Shard implements AsyncDisposable {
    * Lists active sandboxes, with `all` the stopped ones too. The warnings name entries that the daemon could not read:
    * check them before you treat the list as complete.
    */
-  async list(options: CallOptions & { all?: boolean | undefined } = {}): Promise<{ sandboxes: Sandbox[]; warnings: string[] }> {
+  async list(options: CallOptions & { all?: boolean | undefined } = {}): Promise<SandboxList> {
     const { all, signal } = options;
     const { items, warnings } = await pages(this.#transport, route("sandboxes"), "sandboxes", toSandboxInfo, { query: { all: all || undefined }, signal });
-    return { sandboxes: items.map((info) => new Sandbox(this.#transport, info)), warnings };
+    return new SandboxList(items.map((info) => new Sandbox(this.#transport, info)), warnings);
   }
 
   /** The server's version and the version of its API. */
@@ -231,6 +247,22 @@ export interface SecretOptions extends CallOptions {
   placeholder?: string | undefined;
 }
 
+/** The stored secrets, which it iterates over, and a warning for each entry that the daemon could not read. */
+export class SecretList implements Iterable<SecretInfo> {
+  readonly secrets: SecretInfo[];
+  readonly warnings: string[];
+
+  /** @internal */
+  constructor(secrets: SecretInfo[], warnings: string[]) {
+    this.secrets = secrets;
+    this.warnings = warnings;
+  }
+
+  [Symbol.iterator](): Iterator<SecretInfo> {
+    return this.secrets[Symbol.iterator]();
+  }
+}
+
 /** Stored secrets, as `shard.secrets`. */
 export class Secrets {
   readonly #transport: Transport;
@@ -249,9 +281,9 @@ export class Secrets {
   }
 
   /** Lists the secrets, and a warning for each entry that the daemon could not read. */
-  async list(options: CallOptions = {}): Promise<{ secrets: SecretInfo[]; warnings: string[] }> {
+  async list(options: CallOptions = {}): Promise<SecretList> {
     const { items, warnings } = await pages(this.#transport, route("secrets"), "secrets", toSecretInfo, { signal: options.signal });
-    return { secrets: items, warnings };
+    return new SecretList(items, warnings);
   }
 
   /** Deletes a secret that no sandbox holds; with `force` also one that is held, whose placeholder then gets no value. */

@@ -61,7 +61,7 @@ export class Host {
   /** An image of busybox alone, under the name that the guide's Python image has. */
   importBusybox(): string {
     const tree = join(this.root, "busybox");
-    for (const folder of ["bin", "etc", "tmp", "root", "proc", "sys", "dev", "var"]) mkdirSync(join(tree, folder), { recursive: true });
+    for (const folder of ["bin", "etc/ssl/certs", "tmp", "root", "proc", "sys", "dev", "var"]) mkdirSync(join(tree, folder), { recursive: true });
     chmodSync(join(tree, "tmp"), 0o1777);
     const where = spawnSync("sh", ["-c", "command -v busybox"], { encoding: "utf8" }).stdout.trim();
     copyFileSync(where, join(tree, "bin/busybox"));
@@ -70,6 +70,7 @@ export class Host {
     }
     writeFileSync(join(tree, "etc/passwd"), "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/sh\n");
     writeFileSync(join(tree, "etc/group"), "root:x:0:\nnobody:x:65534:\n");
+    copyFileSync(this.caFile, join(tree, "etc/ssl/certs/ca-certificates.crt")); // secrets need a trust file
     this.cli("image", "import", "--env", "PATH=/bin", tree, "local/busybox:1");
     rmSync(tree, { recursive: true });
     return "local/busybox:1";

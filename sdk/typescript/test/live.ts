@@ -2,7 +2,6 @@
 
 import assert from "node:assert/strict";
 import { linkSync, lstatSync, mkdirSync, mkdtempSync, openSync, closeSync, ftruncateSync, readFileSync, readdirSync, rmSync, statSync, symlinkSync, writeFileSync, writeSync } from "node:fs";
-import { request as httpsRequest } from "node:https";
 import { connect } from "node:net";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -10,12 +9,13 @@ import { after, before, describe, test } from "node:test";
 import { Shard, type Sandbox } from "useshards";
 import * as useshards from "useshards";
 import { bounds } from "../dist/transport.js";
+import { heavy, type Check } from "./heavy.js";
 import { Host, missing } from "./host.js";
 
 const MiB = 1 << 20;
 
 /** What `QUICK=1 ./check` runs of this. */
-const quick = ["commands end as they end", "in the background: leaving, finding again, replay", "files one by one", "watching a directory", "named processes"];
+const quick = ["commands end as they end", "in the background: leaving, finding again, replay", "files one by one", "watching a directory", "named processes", "secrets"];
 
 /** Connections of this process, of whatever kind. */
 const connections = (): number => process.getActiveResourcesInfo().filter((name) => /Socket|TCP|TLS/.test(name)).length;
@@ -45,9 +45,9 @@ export function live(provider: string): void {
       await host.close();
       rmSync(local, { recursive: true, force: true });
     });
-    const it = (name: string, work: () => Promise<string | undefined | void>): void => {
+    const it: Check = (name, work, timeout = 120_000) => {
       if (process.env["QUICK"] && !quick.includes(name)) return;
-      test(name, { timeout: 120_000 }, async (t) => {
+      test(name, { timeout }, async (t) => {
         if (broken !== undefined) return t.skip(broken);
         const reason = await work();
         if (typeof reason === "string") t.skip(reason);
@@ -394,6 +394,58 @@ export function live(provider: string): void {
       await assert.rejects(shard.policies.set("narrow", [{ action: "deny", rule: "no rule at all" }]), useshards.InvalidRequestError);
     });
 
+    it("secrets", async () => {
+      const { secrets } = shard;
+      const value = "the-real-value-of-the-token";
+      const code = (want: string) => (e: unknown) => e instanceof useshards.ConflictError && e.code === want;
+      await assert.rejects(secrets.set("API_TOKEN", { value }), useshards.InvalidRequestError); // the first time it needs destinations
+      const stored = await secrets.set("API_TOKEN", { value, destinations: ["api.example.com", "*.example.net"] });
+      let held: Sandbox | undefined;
+      try {
+        assert.deepEqual([stored.name, stored.placeholder], ["API_TOKEN", "mock-API_TOKEN"]);
+        assert.deepEqual([...stored.destinations].sort(), ["*.example.net", "api.example.com"]);
+        const again = await secrets.set("API_TOKEN", { value: `${value}-2` });
+        assert.deepEqual([again.destinations, again.placeholder], [stored.destinations, stored.placeholder]);
+        for (const [name, options] of [
+          ["lower-case", { value, destinations: ["a.example.com"] }],
+          ["OTHER", { value, destinations: ["*"] }],
+          ["OTHER", { value: "", destinations: ["a.example.com"] }],
+          ["OTHER", { value, destinations: ["a.example.com"], placeholder: "short" }],
+          ["OTHER", { value, destinations: ["a.example.com"], placeholder: "mock-API_TOKEN" }],
+        ] as const) {
+          await assert.rejects(secrets.set(name, { ...options, destinations: [...options.destinations] }), (e) => e instanceof useshards.APIError && [400, 409].includes(e.status) && !String(e).includes(value));
+        }
+        const found = await secrets.list();
+        assert.deepEqual([[...found].map((s) => s.name), found.warnings], [["API_TOKEN"], []]);
+        assert.ok(!JSON.stringify(found).includes(value));
+
+        await assert.rejects(shard.create({ image, secrets: ["NO_SUCH"] }), useshards.InvalidRequestError);
+        await assert.rejects(shard.create({ image, secrets: ["API_TOKEN"], env: { API_TOKEN: "mine" } }), useshards.InvalidRequestError);
+        held = await shard.create({ image, secrets: ["API_TOKEN"] });
+        assert.deepEqual([held.info.state, held.info.secrets], ["running", ["API_TOKEN"]]);
+        const { stdout } = await held.exec("echo $API_TOKEN; env; cat $SSL_CERT_FILE");
+        assert.ok(stdout.startsWith("mock-API_TOKEN\n") && stdout.includes("BEGIN CERTIFICATE") && !stdout.includes(value));
+
+        await assert.rejects(secrets.set("API_TOKEN", { value, placeholder: "another-placeholder" }), code("in_use"));
+        const { id } = held;
+        await assert.rejects(secrets.remove("API_TOKEN"), (e) => code("in_use")(e) && assert.deepEqual((e as useshards.APIError).holders, [id]) === undefined);
+        await assert.rejects(secrets.ungrant(held, "API_TOKEN"), code("sandbox_live"));
+        await assert.rejects(secrets.grant(held, "API_TOKEN"), code("sandbox_live"));
+        await held.stop();
+        assert.deepEqual((await secrets.ungrant(held, "API_TOKEN")).secrets, []);
+        for (let i = 0; i < 2; i++) assert.deepEqual((await secrets.grant(id, "API_TOKEN")).secrets, ["API_TOKEN"]);
+        await assert.rejects(secrets.grant(held, "NO_SUCH"), useshards.NotFoundError);
+        await held.start();
+        assert.equal((await held.exec("echo $API_TOKEN")).stdout, "mock-API_TOKEN\n");
+        await secrets.remove("API_TOKEN", { force: true });
+        assert.deepEqual((await secrets.list()).secrets, []);
+        await assert.rejects(secrets.remove("API_TOKEN"), useshards.NotFoundError);
+      } finally {
+        await held?.remove({ force: true });
+        if ((await secrets.list()).secrets.length > 0) await secrets.remove("API_TOKEN", { force: true });
+      }
+    });
+
     it("what the provider can do besides", async () => {
       const capabilities = await shard.capabilities();
       if (capabilities.pause) {
@@ -404,41 +456,7 @@ export function live(provider: string): void {
       assert.equal((await shard.version()).apiVersion, "v0");
     });
 
-    it("exec costs little more than its requests", async () => {
-      const agent = { ca: readFileSync(host.caFile) };
-      const raw = async (): Promise<void> => {
-        const post = (path: string, body: string): Promise<any> =>
-          new Promise((resolve, reject) => {
-            const request = httpsRequest(host.remote + path, { ...agent, method: "POST", headers: { Authorization: `Bearer ${host.apiKey}`, "Content-Length": body.length } }, async (response) => {
-              let text = "";
-              for await (const chunk of response) text += chunk;
-              resolve(JSON.parse(text));
-            });
-            request.on("error", reject).end(body);
-          });
-        const { exec } = await post(`/v0/sandboxes/${box.id}/exec`, '{"command":["true"],"attach":true}');
-        await new Promise<void>((resolve, reject) => {
-          const headers = { Authorization: `Bearer ${host.apiKey}`, Connection: "Upgrade", Upgrade: "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==" };
-          const request = httpsRequest(`${host.remote}/v0/sandboxes/${box.id}/exec/${exec}`, { ...agent, headers });
-          request.on("error", reject).on("upgrade", (_, socket, head) => {
-            socket.on("data", () => socket.destroy()).on("close", resolve).on("error", () => undefined);
-            if (head.length > 0) socket.destroy();
-          });
-          request.end();
-        });
-      };
-      const sdk = async (): Promise<unknown> => box.exec(["true"]);
-      const times: Record<"raw" | "sdk", number[]> = { raw: [], sdk: [] };
-      for (let i = 0; i < 60; i++) {
-        for (const [name, work] of [["raw", raw], ["sdk", sdk]] as const) {
-          const begin = performance.now();
-          await work();
-          if (i >= 10) times[name].push(performance.now() - begin);
-        }
-      }
-      const median = (list: number[]): number => list.sort((a, b) => a - b)[list.length >> 1]!;
-      console.log(`# exec: raw ${median(times.raw).toFixed(1)} ms, SDK ${median(times.sdk).toFixed(1)} ms`);
-    });
+    heavy(it, local, () => box, connections);
 
     // Last, since it stops the server.
     it("a server that stops answering ends a wait, and a command goes on", async () => {

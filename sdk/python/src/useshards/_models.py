@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from datetime import datetime
 
 from attrs import field, frozen
@@ -584,12 +585,18 @@ class SecretList:
     """The stored secrets, and a warning for each entry that the daemon could not read.
 
     Example:
-        >>> [s.name for s in shard.secrets.list().secrets]
+        >>> [s.name for s in shard.secrets.list()]
         ['API_TOKEN']
     """
 
     secrets: list[SecretInfo]
     warnings: list[str]
+
+    def __iter__(self) -> Iterator[SecretInfo]:
+        return iter(self.secrets)
+
+    def __len__(self) -> int:
+        return len(self.secrets)
 
 
 @frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
@@ -40,11 +40,18 @@ class AsyncSandboxList:
 
     Example:
         >>> found = await shard.list(all=True)
-        >>> print([s.id for s in found.sandboxes], found.warnings)
+        >>> for sandbox in found:
+        ...     print(sandbox.id)
     """
 
     sandboxes: list[AsyncSandbox]
     warnings: list[str]
+
+    def __iter__(self) -> Iterator[AsyncSandbox]:
+        return iter(self.sandboxes)
+
+    def __len__(self) -> int:
+        return len(self.sandboxes)
 
 
 def _ref(sandbox: AsyncSandbox | str) -> str:

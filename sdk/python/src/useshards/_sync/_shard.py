@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
@@ -41,11 +41,18 @@ class SandboxList:
 
     Example:
         >>> found = shard.list(all=True)
-        >>> print([s.id for s in found.sandboxes], found.warnings)
+        >>> for sandbox in found:
+        ...     print(sandbox.id)
     """
 
     sandboxes: list[Sandbox]
     warnings: list[str]
+
+    def __iter__(self) -> Iterator[Sandbox]:
+        return iter(self.sandboxes)
+
+    def __len__(self) -> int:
+        return len(self.sandboxes)
 
 
 def _ref(sandbox: Sandbox | str) -> str:
