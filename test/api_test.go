@@ -275,3 +275,41 @@ func TestProviders(t *testing.T) {
 		t.Errorf("version: %v", v)
 	}
 }
+
+// TestRefusedUpload: a client that sends all of a body, slowly, before it looks at the answer, gets the answer.
+func TestRefusedUpload(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	for name, c := range map[string]struct {
+		head   string
+		status string
+	}{
+		"a sandbox that is not there": {"PUT /v0/sandboxes/nosuch/files?path=/x HTTP/1.1\r\nHost: x\r\nContent-Length: 8388608\r\n\r\n", "404"},
+		"a query that is wrong":       {"PUT /v0/sandboxes/nosuch/archive?path=relative HTTP/1.1\r\nHost: x\r\nContent-Length: 8388608\r\n\r\n", "4"},
+		"JSON of 8 MiB":               {"POST /v0/sandboxes HTTP/1.1\r\nHost: x\r\nContent-Length: 8388608\r\n\r\n", "4"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn, err := net.Dial("unix", filepath.Join(d.Root, "shard.sock"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			_ = conn.SetDeadline(time.Now().Add(time.Minute))
+			if _, err := io.WriteString(conn, c.head); err != nil {
+				t.Fatal(err)
+			}
+			piece := bytes.Repeat([]byte("x"), 1<<20)
+			for i := range 8 {
+				if _, err := conn.Write(piece); err != nil {
+					t.Fatalf("after %d MiB: %v", i, err)
+				}
+				time.Sleep(150 * time.Millisecond)
+			}
+			line, err := bufio.NewReader(conn).ReadString('\n')
+			if err != nil || !strings.HasPrefix(line, "HTTP/1.1 "+c.status) {
+				t.Errorf("%q, %v", line, err)
+			}
+		})
+	}
+}

@@ -197,12 +197,28 @@ func (a *API) fail(c *call, id, route string, err error) {
 	if c.sent {
 		panic(http.ErrAbortHandler)
 	}
-	if public.Code == shard.CodeBodyTooLarge {
+	if c.r.ContentLength == 0 || c.r.Header.Get("Expect") != "" { // who waits to be asked for the body gets none started
+		_ = c.json(public.Code.Status(), shard.ErrorBody{Error: public})
+		return
+	}
+	// Many clients send all of a body before they read. A connection that is closed under them ends in a broken pipe instead
+	// of the answer, so something of the body is taken, however little of it there is a use for.
+	rc := http.NewResponseController(c.w)
+	_ = rc.EnableFullDuplex() // else net/http takes it before the answer leaves, without end
+	_ = rc.SetReadDeadline(time.Now().Add(drainTime))
+	if c.r.ContentLength > maxDrain || public.Code == shard.CodeBodyTooLarge {
 		c.w.Header().Set("Connection", "close")
-		_ = http.NewResponseController(c.w).SetReadDeadline(time.Now()) // net/http would wait for the rest
 	}
 	_ = c.json(public.Code.Status(), shard.ErrorBody{Error: public})
+	_ = rc.Flush()
+	_, _ = io.CopyN(io.Discard, c.r.Body, maxDrain)
 }
+
+// How much of the body of a request that was refused is taken, and how long that may last.
+const (
+	maxDrain  = 16 << 20
+	drainTime = 5 * time.Second
+)
 
 // publicError is what a client may see of err.
 func publicError(err error) shard.ErrorDetail {
