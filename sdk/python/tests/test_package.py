@@ -43,6 +43,21 @@ def test_every_public_name_is_explained_with_an_example(name: str, value: Any) -
                 assert re.search(rf"\b{parameter}\b", text), f"{name} does not explain {parameter}"
 
 
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, v in public() if inspect.isfunction(v)])
+def test_every_method_tells_its_errors_defaults_and_units(name: str, value: Any) -> None:
+    text = inspect.getdoc(value) or ""
+    if not name.endswith((".close", ".aclose", ".disconnect")):  # these never fail
+        assert "Raises:" in text, f"{name} does not say what it raises"
+    explained = dict(re.findall(r"^    ((?:\w+, )*\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE))
+    for parameter in inspect.signature(value).parameters.values():
+        about = next((t for names, t in explained.items() if parameter.name in names.split(", ")), "")
+        if parameter.default is not inspect.Parameter.empty:
+            assert "efault" in about or "None" in about, f"{name} does not tell the default of {parameter.name}"
+        for part, unit in (("timeout", "econds"), ("_bytes", "bytes"), ("size", "bytes"), ("_mib", "MiB")):
+            if parameter.name.endswith(part):
+                assert unit in about, f"{name} does not tell the unit of {parameter.name}"
+
+
 def test_twins_have_the_same_interface() -> None:
     for name in useshards.__all__:
         if not name.startswith("Async"):

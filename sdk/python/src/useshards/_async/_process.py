@@ -284,6 +284,9 @@ class AsyncProcess:
     def follow_logs(self) -> AsyncLogFollow:
         """The output from the start of the log, then as it is written; ends with the process or the sandbox.
 
+        Raises:
+            NotFoundError: There is no such process. Raised by the first read, since a follow opens lazily.
+
         Example:
             >>> async for chunk in process.follow_logs():
             ...     print(chunk.decode(), end="")

@@ -409,22 +409,22 @@ class AsyncShard:
         """Makes a sandbox and waits until it runs, which can take minutes while the server pulls the image.
 
         Args:
-            image: The image, such as "alpine:3.20". Either this or `snapshot`.
-            snapshot: The id or name of a snapshot, from whose files the sandbox starts.
-            name: A name, 1 to 64 of a-z, 0-9, "-" and "_"; without one it has its id only.
+            image: The image, such as "alpine:3.20". Either this or `snapshot`; the other stays None.
+            snapshot: The id or name of a snapshot, from whose files the sandbox starts. Default None.
+            name: A name, 1 to 64 of a-z, 0-9, "-" and "_"; by default it has its id only.
             provider: How it is isolated, such as "gvisor" or "runc": the name of one of providers(); a snapshot's own or
                 the daemon's default when None.
-            env: The environment that every command starts with, added to the image's.
+            env: The environment that every command starts with, added to the image's; none by default.
             workdir: The working directory of every command; the image's by default.
             user: A user name or uid in the sandbox; the image's by default.
-            secrets: The names of the secrets to grant.
-            policy: The name of the network policy; without one the sandbox reaches the internet, no private network.
+            secrets: The names of the secrets to grant; none by default.
+            policy: The name of the network policy; by default the sandbox reaches the internet, no private network.
             memory_mib: The memory bound in MiB; by default a snapshot's own, else 512 on Firecracker and vz and none
                 elsewhere.
             vcpus: The number of CPUs; the daemon's default when None.
             disk_mib: The disk's size in MiB; the daemon's default or a snapshot's own when None.
             swap_mib: The swap file in MiB, a part of the disk; 2048 on Firecracker and vz by default, none elsewhere.
-            ports: Host ports to forward from the first start.
+            ports: Host ports to forward from the first start; none by default.
 
         Returns:
             A sandbox in the state "running", or "failed" with the reason in `info.failed_reason`.

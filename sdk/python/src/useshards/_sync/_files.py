@@ -99,7 +99,7 @@ class Files:
         Args:
             path: Where, in the sandbox.
             data: Text (as UTF-8), bytes, or a stream of bytes from where it stands.
-            size: The length in bytes of a stream that cannot seek; exactly as much of it is read.
+            size: The length in bytes of a stream that cannot seek; exactly as much of it is read. None, the default, measures.
             mode: Permission bits up to 0o777; 0o644 by default.
             parents: Make missing parent directories. Default False.
             user: Who writes and owns it, a name or uid; the sandbox's user by default.

@@ -285,6 +285,9 @@ class Process:
     def follow_logs(self) -> LogFollow:
         """The output from the start of the log, then as it is written; ends with the process or the sandbox.
 
+        Raises:
+            NotFoundError: There is no such process. Raised by the first read, since a follow opens lazily.
+
         Example:
             >>> for chunk in process.follow_logs():
             ...     print(chunk.decode(), end="")

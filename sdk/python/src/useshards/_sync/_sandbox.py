@@ -319,14 +319,14 @@ class Sandbox:
 
         Args:
             command: A string runs under /bin/sh -c; a list runs as it is, without a shell.
-            env: Variables added to the sandbox's environment.
+            env: Variables added to the sandbox's environment; none by default.
             workdir: The working directory; the sandbox's by default.
             user: A user name or uid in the sandbox; the sandbox's by default.
             stdin: The whole input as text or bytes; nothing by default. With `background` a bool: True keeps the
                 input open for write_stdin().
-            tty: True, or a TerminalSize: run the command on a terminal, whose output is all stdout.
-            on_stdout, on_stderr: Called with each chunk of output in bytes, as it arrives. With `background` they are
-                called beside the caller; what they raise ends the stream and is raised by wait().
+            tty: True, or a TerminalSize: run the command on a terminal, whose output is all stdout. Default False.
+            on_stdout, on_stderr: Called with each chunk of output in bytes, as it arrives; None by default. With `background`
+                they are called beside the caller; what they raise ends the stream and is raised by wait().
             output_limit_bytes: How many of the newest bytes of stdout and stderr together the result keeps, 8 MiB by
                 default; 0 keeps none. Callbacks see everything.
             background: Return a Command at once. Default False.
@@ -380,7 +380,7 @@ class Sandbox:
         Args:
             command: A string runs under /bin/sh -c; a list runs as it is, without a shell.
             name: Up to 32 of a-z, 0-9, ".", "_" and "-"; the base name of the program by default.
-            env: Variables added to the sandbox's environment.
+            env: Variables added to the sandbox's environment; none by default.
             workdir: The working directory; the sandbox's by default.
             user: A user name or uid in the sandbox; the sandbox's by default.
             restart: When it is started again; Restart("unless-stopped") by default.
@@ -412,6 +412,9 @@ class Sandbox:
 
     def follow_egress_log(self) -> EgressFollow:
         """The newest decisions that the daemon holds, then each new one; ends when the sandbox stops.
+
+        Raises:
+            NotFoundError: The sandbox is gone. Raised by the first read, since a follow opens lazily.
 
         Example:
             >>> for decision in sandbox.follow_egress_log():
