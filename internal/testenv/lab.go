@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/miekg/dns"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -52,6 +53,7 @@ type Lab struct {
 
 	mu        sync.Mutex
 	names     map[string][]netip.Addr // lower case, without the last dot
+	records   map[string]func(dns.Question) []dns.RR
 	questions []string
 	owned     map[string]bool // "space address" pairs that the lab gave to a space
 }
@@ -69,7 +71,7 @@ func NewLab(t testing.TB) *Lab {
 	if os.Getuid() != 0 {
 		t.Skip("only root can make network namespaces: run as root")
 	}
-	l := &Lab{t: t, names: map[string][]netip.Addr{}, owned: map[string]bool{}}
+	l := &Lab{t: t, names: map[string][]netip.Addr{}, records: map[string]func(dns.Question) []dns.RR{}, owned: map[string]bool{}}
 	l.world, l.host = l.newSpace("world"), l.newSpace("host")
 	if err := l.connect(); err != nil {
 		t.Fatalf("connect the lab's host with its world: %v", err)
@@ -112,6 +114,14 @@ func (l *Lab) Name(name string, addrs ...string) {
 		return
 	}
 	l.names[canonical(name)] = list
+}
+
+// Records lets DNS answer what answer returns for a name, instead of addresses with a life of 5 seconds: other lives, kinds and
+// chains. It is called for every question, also several at once. Heads of records need no class.
+func (l *Lab) Records(name string, answer func(q dns.Question) []dns.RR) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.records[canonical(name)] = answer
 }
 
 func canonical(name string) string { return strings.ToLower(strings.TrimSuffix(name, ".")) }

@@ -371,8 +371,14 @@ func (l *Lab) answer(w dns.ResponseWriter, r *dns.Msg) {
 		l.mu.Lock()
 		l.questions = append(l.questions, dns.TypeToString[q.Qtype]+" "+canonical(q.Name))
 		addrs, known := l.names[canonical(q.Name)]
+		records := l.records[canonical(q.Name)]
 		l.mu.Unlock()
-		if !known {
+		if records != nil {
+			m.Answer = records(q)
+			for _, rr := range m.Answer {
+				rr.Header().Class = dns.ClassINET
+			}
+		} else if !known {
 			m.Rcode = dns.RcodeNameError
 		}
 		head := dns.RR_Header{Name: q.Name, Class: dns.ClassINET, Ttl: 5}
