@@ -187,10 +187,17 @@ func (a *App) explain(cmd *cobra.Command, err error) string {
 		return a.unreachable(e)
 	}
 	if e, ok := errors.AsType[*shard.Error](err); ok && len(e.Holders) > 0 && !strings.Contains(err.Error(), e.Holders[0]) {
-		return fmt.Sprintf("%v (in use by %s)", err, strings.Join(e.Holders, ", "))
+		return fmt.Sprintf("%s (in use by %s)", inOptions(err.Error()), strings.Join(e.Holders, ", "))
 	}
-	return err.Error()
+	return inOptions(err.Error())
 }
+
+// inOptions lets an answer of the API, which speaks of its fields, speak of the options that stand for them here.
+func inOptions(text string) string { return fieldsAsOptions.Replace(text) }
+
+var fieldsAsOptions = strings.NewReplacer("remove it with force", "remove it with --force", "make it, or ask for parents", "make it first",
+	"memory_mib", "--memory", "disk_mib", "--disk", "swap_mib", "--swap", "vcpus must", "--vcpus must", "on_misuse", "--on-misuse",
+	"host_port", "host port", "guest_port", "guest port")
 
 // unreachable says why there is no daemon to talk to, and what to do.
 func (a *App) unreachable(e *client.DialError) string {

@@ -117,7 +117,7 @@ func TestRemoteIsRefused(t *testing.T) {
 	if got := runApp(t, app(), "daemon"); got.code != 1 || !strings.Contains(got.errs, "SHARD_REMOTE does not go with it") {
 		t.Errorf("got %+v", got)
 	}
-	for _, args := range [][]string{{"--version"}, {"--help"}, {"list", "--help"}, {"help", "exec"}, {"completion", "bash"}} {
+	for _, args := range [][]string{{"--version"}, {"--help"}, {"list", "--help"}, {"help", "exec"}, {"completion", "bash"}, {"completion", "--help"}} {
 		if got := runApp(t, app(), args...); got.code != 0 || got.errs != "" {
 			t.Errorf("%q must work whatever the globals say: %+v", args, got)
 		}
@@ -160,7 +160,7 @@ func TestDaemonNotThere(t *testing.T) {
 func TestEveryCommandHasHelp(t *testing.T) {
 	var all strings.Builder
 	for _, c := range strings.Fields(`.help create exec shell cp list inspect start stop remove prune pull image image/list image/remove
-		image/prune image/import info version capabilities providers daemon daemon/status`) {
+		image/prune image/import info version capabilities providers daemon daemon/status completion`) {
 		args := append(strings.Split(c, "/"), "--help")
 		if c == ".help" {
 			args = args[1:]
@@ -374,6 +374,40 @@ func TestImages(t *testing.T) {
 	d.answer("POST /v0/images/prune", 200, `{"removed":["a","b"],"warnings":[]}`)
 	if got := run(t, d, "image", "prune"); got != (result{out: "a\nb\n"}) {
 		t.Errorf("got %+v", got)
+	}
+	// On a terminal it asks first.
+	for answer, removed := range map[string]bool{"y\n": true, "\n": false} {
+		cmd, tty := onTerminal(t, d, 24, 200, "image", "prune")
+		expect(t, tty, "was made from? [y/N] ")
+		if _, err := io.WriteString(tty, answer); err != nil {
+			t.Fatal(err)
+		}
+		rest, _ := io.ReadAll(tty)
+		if err := cmd.Wait(); err != nil || strings.Contains(string(rest), "a\r\nb") != removed {
+			t.Errorf("%q: %q, %v", answer, rest, err)
+		}
+	}
+	cmd, tty := onTerminal(t, d, 24, 200, "image", "prune", "--force")
+	if out, _ := io.ReadAll(tty); cmd.Wait() != nil || strings.TrimSpace(string(out)) != "a\r\nb" {
+		t.Errorf("with --force: %q", out)
+	}
+}
+
+// TestFieldsAsOptions: what the API says about its fields the command line says about its options.
+func TestFieldsAsOptions(t *testing.T) {
+	for said, want := range map[string]string{
+		"memory_mib must be 0 to 5":                                  "--memory must be 0 to 5",
+		"provider runc has no swap: leave swap_mib out, or 0":        "provider runc has no swap: leave --swap out, or 0",
+		"vcpus must be 0 to 5":                                       "--vcpus must be 0 to 5",
+		"guest_port 0 is not a port":                                 "guest port 0 is not a port",
+		"stop it first, or remove it with force":                     "stop it first, or remove it with --force",
+		"does not exist in the sandbox: make it, or ask for parents": "does not exist in the sandbox: make it first",
+	} {
+		d := start(t)
+		d.answer("POST /v0/sandboxes/web/start", 400, `{"error":{"code":"invalid_request","message":"`+said+`"}}`)
+		if got := run(t, d, "start", "web"); got.code != 1 || got.errs != "shard: "+want+"\n" {
+			t.Errorf("%q: %+v", said, got)
+		}
 	}
 }
 

@@ -2,6 +2,9 @@ package cli
 
 import (
 	"context"
+	"io"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -107,4 +110,32 @@ func (a *App) completeProviders(cmd *cobra.Command, _ []string, _ string) ([]str
 		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+func completionCommand() *cobra.Command {
+	shells := map[string]func(*cobra.Command, io.Writer) error{
+		"bash":       func(root *cobra.Command, w io.Writer) error { return root.GenBashCompletionV2(w, true) },
+		"zsh":        (*cobra.Command).GenZshCompletion,
+		"fish":       func(root *cobra.Command, w io.Writer) error { return root.GenFishCompletion(w, true) },
+		"powershell": (*cobra.Command).GenPowerShellCompletionWithDesc,
+	}
+	return &cobra.Command{
+		Use:   "completion SHELL",
+		Short: "Print a script that completes commands in your shell",
+		Long: `Print a script for bash, zsh, fish or powershell with which a press of the tab key completes commands, options, and the names of
+sandboxes, images and policies. Needs no daemon; completing names asks it.`,
+		Example: `  source <(shard completion bash)
+  shard completion bash | sudo tee /etc/bash_completion.d/shard >/dev/null
+  shard completion zsh >"${fpath[1]}/_shard"
+  shard completion fish >~/.config/fish/completions/shard.fish`,
+		Args:      arguments(1, 1, "SHELL"),
+		ValidArgs: slices.Sorted(maps.Keys(shells)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			script, ok := shells[args[0]]
+			if !ok {
+				return usagef("there is no completion for %s: choose bash, fish, powershell or zsh", shard.Quote(args[0]))
+			}
+			return script(cmd.Root(), cmd.OutOrStdout())
+		},
+	}
 }

@@ -89,19 +89,29 @@ func (a *App) imageRemove(ctx context.Context, refs []string, force bool) error 
 }
 
 func (a *App) imagePruneCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:     "prune",
-		Short:   "Remove the images that nothing uses",
-		Long:    "Remove the images that no sandbox and no snapshot was made from. Prints those that are gone.",
-		Example: `  shard image prune`,
+	var force bool
+	cmd := &cobra.Command{
+		Use:   "prune [options]",
+		Short: "Remove the images that nothing uses",
+		Long: `Remove the images that no sandbox and no snapshot was made from. Prints those that are gone. On a terminal it asks first:
+an image that was imported cannot be pulled again.`,
+		Example: `  shard image prune --force`,
 		Args:    arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return a.imagePrune(cmd.Context())
+			return a.imagePrune(cmd.Context(), force)
 		},
 	}
+	cmd.Flags().BoolVar(&force, "force", false, "do not ask")
+	return cmd
 }
 
-func (a *App) imagePrune(ctx context.Context) error {
+func (a *App) imagePrune(ctx context.Context, force bool) error {
+	if !force && isTerminal(a.In) {
+		yes, err := a.ask(ctx, "Remove every image that no sandbox and no snapshot was made from? [y/N] ")
+		if err != nil || !yes {
+			return err
+		}
+	}
 	pruned, err := a.client().PruneImages(ctx)
 	if err != nil {
 		return err

@@ -44,8 +44,9 @@ func (a *App) rootCommand() *cobra.Command {
 		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
 		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(), a.secretCommand(),
 		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
-		a.serveCommand(), a.tokensCommand(), a.doctorCommand(), a.setupCommand(),
+		a.serveCommand(), a.tokensCommand(), a.doctorCommand(), a.setupCommand(), completionCommand(),
 	)
+	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetOut(a.Out)
 	root.SetErr(a.Err)
 	root.SetIn(a.In)
@@ -82,7 +83,7 @@ func laterOptions(cmd *cobra.Command, args []string, anywhere bool) ([]string, e
 
 // checkGlobals refuses global options that make no sense, and finds out whom the command talks to.
 func (a *App) checkGlobals(cmd *cobra.Command) error {
-	if !cmd.HasParent() || cmd.Parent().Name() == "completion" || cmd.Name() == cobra.ShellCompRequestCmd {
+	if !cmd.HasParent() || cmd.Name() == "completion" || cmd.Name() == cobra.ShellCompRequestCmd {
 		return nil // --version, help and completion answer whatever the globals say
 	}
 	if err := a.checkRoot(); err != nil {
