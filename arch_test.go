@@ -67,7 +67,7 @@ var house = map[string]room{
 
 	"internal/testenv": {ours: []string{"", "client"}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/vishvananda/",
 		"github.com/google/nftables", "github.com/google/nftables/", "github.com/miekg/dns", "github.com/klauspost/compress/", "golang.org/x/"}},
-	"bench":       {ours: []string{"", "client", "internal/guest", "internal/testenv"}, theirs: []string{"golang.org/x/"}},
+	"bench":       {ours: []string{"", "client", "internal/guest", "internal/testenv", "internal/egress", "internal/policy", "internal/secret"}, theirs: []string{"github.com/klauspost/compress/", "golang.org/x/"}},
 	"test":        {},
 	"test/script": {},
 
