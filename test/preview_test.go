@@ -114,7 +114,7 @@ func serveGate(t *testing.T, d *testenv.Daemon, args ...string) *gate {
 	}
 	testenv.Eventually(t, "the daemon hears of the previews", func() (bool, string) {
 		r := d.Shard("daemon", "status", "--format", "json")
-		return strings.Contains(r.Stdout, `"preview":`), r.Stdout + r.Stderr
+		return strings.Contains(r.Stdout, ":"+g.port+`"`), r.Stdout + r.Stderr
 	})
 	return g
 }
