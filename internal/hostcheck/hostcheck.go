@@ -51,7 +51,7 @@ type host struct {
 func Run(ctx context.Context, o Options) []Check {
 	h := &host{Options: o, euid: os.Geteuid()}
 	checks := []func(context.Context) Check{h.root, h.kernel, h.overlay, h.loop, h.ext4, h.namespaces, h.network, h.forwarding, h.cgroups,
-		h.kvm, h.disk, h.inotify, h.clock, h.dns, h.systemd, h.group}
+		h.kvm, h.disk, h.inotify, h.clock, h.dns, h.ipv6, h.systemd, h.group}
 	out := make([]Check, len(checks))
 	for i, check := range checks {
 		out[i] = check(ctx)
@@ -323,6 +323,16 @@ func (h *host) dns(ctx context.Context) Check {
 		return warn("DNS", "images can only be imported until names resolve: check /etc/resolv.conf and the way to "+servers[0], "index.docker.io does not resolve")
 	}
 	return ok("DNS", "names resolve")
+}
+
+// ipv6 asks the kernel for a way to a public address; nothing is sent.
+func (h *host) ipv6(ctx context.Context) Check {
+	conn, err := new(net.Dialer).DialContext(ctx, "udp6", "[2001:4860:4860::8888]:53")
+	if err != nil {
+		return ok("IPv6", "this host has no way out over it, so sandboxes have none: IPv4 alone")
+	}
+	_ = conn.Close()
+	return ok("IPv6", "sandboxes have it, by this host's address")
 }
 
 // Systemd says whether it runs the host.

@@ -310,6 +310,9 @@ func (d *Daemon) labState() []string {
 		}
 		for line := range strings.Lines(string(out)) {
 			fields := strings.Fields(line)
+			if what[1] == "-6" && what[2] != "rule" && !strings.Contains(line, " dev sh") {
+				continue // the lab's own
+			}
 			if what[1] == "-o" && len(fields) > 1 {
 				fields = []string{"link", strings.TrimSuffix(fields[1], ":")}
 			}
