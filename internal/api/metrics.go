@@ -168,6 +168,7 @@ func (a *API) sandboxMetrics(w *exposition) {
 			w.sample("shard_egress_decisions_total", labels{"source", source, "verdict", verdict}, float64(verdicts[[2]string{source, verdict}]))
 		}
 	}
+	w.one("shard_secret_misuses_total", "counter", "Placeholders of secrets in requests that their value must not go with.", float64(a.Engine.SecretMisuses()))
 }
 
 func (a *API) requestMetrics(w *exposition) {

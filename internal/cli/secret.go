@@ -5,10 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/term"
 
 	"github.com/useshards/shard"
@@ -58,10 +58,9 @@ for the names one level below it.`,
 	}
 	f := cmd.Flags()
 	f.StringArrayVar(&req.Destinations, "destination", nil, "`HOST` that the value may be sent to; may be repeated; needed the first time")
-	f.StringArrayVar(&req.Destinations, "dest", nil, "the same as --destination")
 	f.StringVar(&req.Placeholder, "placeholder", "", "what the sandbox holds instead of the value (default mock-NAME)")
 	f.StringVar(&req.OnMisuse, "on-misuse", "", "what happens to a sandbox that sends the placeholder elsewhere: none, pause or stop (default none)")
-	_ = f.MarkHidden("dest")
+	f.AddFlag(&pflag.Flag{Name: "dest", Value: f.Lookup("destination").Value, Usage: "the same as --destination", Hidden: true})
 	_ = cmd.RegisterFlagCompletionFunc("on-misuse", cobra.FixedCompletions([]string{"none", "pause", "stop"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
@@ -94,11 +93,20 @@ const maxValue = 64 << 10
 
 // readValue reads a value from stdin, or asks for it at a terminal unless stdin was asked for.
 func (a *App) readValue(name string, stdin bool) (string, error) {
-	if f, ok := a.In.(*os.File); ok && !stdin && isTerminal(a.In) {
-		fmt.Fprintf(a.Err, "value of %s (not shown): ", name)
-		text, err := term.ReadPassword(int(f.Fd()))
-		fmt.Fprintln(a.Err)
-		return string(text), err
+	if isTerminal(a.In) && !stdin {
+		restore, err := a.rawTerminal() // before the prompt: what is typed is never shown
+		if err != nil {
+			return "", err
+		}
+		defer restore()
+		text, err := term.NewTerminal(struct {
+			io.Reader
+			io.Writer
+		}{a.In, a.Err}, "").ReadPassword(fmt.Sprintf("value of %s (not shown): ", name))
+		if errors.Is(err, io.EOF) { // Ctrl+C
+			return "", errInterrupted
+		}
+		return text, err
 	}
 	data, err := io.ReadAll(io.LimitReader(a.In, maxValue+1))
 	if err != nil {

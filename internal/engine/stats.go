@@ -11,6 +11,9 @@ func (e *Engine) EgressVerdicts() map[[2]string]int64 {
 	return e.Enforcer.Verdicts()
 }
 
+// SecretMisuses counts the requests since the daemon began that carried a placeholder where its value must not go.
+func (e *Engine) SecretMisuses() int64 { return e.Secrets.MisuseCount() }
+
 // PoolLevels is how many disks and networks are ready for the next creates.
 func (e *Engine) PoolLevels() (disks, networks int) { return e.Roots.Ready(), e.Net.Ready() }
 

