@@ -23,6 +23,7 @@ const explaining = 5_000;
 export interface OutputOptions {
   /** Called with each chunk of output as it arrives; a promise that it returns is waited for. An error ends the call, not the command. */
   onStdout?: ((chunk: Uint8Array) => unknown) | undefined;
+  /** The same for stderr; nothing comes here from a terminal. */
   onStderr?: ((chunk: Uint8Array) => unknown) | undefined;
   /** How many of the newest bytes of stdout and stderr together the result keeps. Default 8 MiB, 0 keeps none. */
   outputLimitBytes?: number | undefined;
@@ -92,6 +93,8 @@ export class Command {
    * that it still holds. An abort rejects with the signal's reason; the command keeps running.
    *
    * @throws ShardConnectionError when the stream breaks; the message says what the daemon knows of the command.
+   * @example
+   * const { exitCode, stdout } = await command.wait({ signal: AbortSignal.timeout(30_000) });
    */
   async wait(options: CallOptions = {}): Promise<CommandResult> {
     const { signal } = options;
@@ -111,42 +114,80 @@ export class Command {
     }
   }
 
-  /** Sends a signal, "TERM" or "KILL". @throws ConflictError (exec_exited) when the command has ended. */
+  /**
+   * Sends a signal, "TERM" or "KILL".
+   *
+   * @throws ConflictError (exec_exited) when the command has ended.
+   * @example
+   * await command.kill("KILL");
+   */
   async kill(signal: "TERM" | "KILL" = "TERM", options: CallOptions = {}): Promise<void> {
     await this.#transport.json("POST", this.#path("kill"), { json: { signal }, signal: options.signal });
   }
 
-  /** Writes to the command's input and waits while the command does not read it. @throws ShardConnectionError when the stream has ended. */
+  /**
+   * Writes to the command's input and waits while the command does not read it.
+   *
+   * @throws ShardConnectionError when the stream has ended.
+   * @example
+   * await command.writeStdin("hello\n");
+   */
   async writeStdin(data: string | Uint8Array, options: CallOptions = {}): Promise<void> {
     const bytes = inputBytes(data);
     if (this.#stdin === false) throw new TypeError("the command has no open input: start it with background: true and stdin: true");
     await abortable(this.#write(bytes, false), options.signal);
   }
 
-  /** Ends the command's input. Repeated calls do nothing. */
+  /**
+   * Ends the command's input. Repeated calls do nothing.
+   *
+   * @example
+   * await command.closeStdin();
+   */
   async closeStdin(options: CallOptions = {}): Promise<void> {
     if (this.#stdin === false) return;
     await abortable(this.#write(undefined, true), options.signal);
     this.#stdin = false;
   }
 
-  /** Tells the command's terminal its size. @throws NotFoundError when it has none or has ended. */
+  /**
+   * Tells the command's terminal its size.
+   *
+   * @throws NotFoundError when it has none or has ended.
+   * @example
+   * await command.resize(50, 200);
+   */
   async resize(rows: number, cols: number, options: CallOptions = {}): Promise<void> {
     await this.#transport.json("POST", this.#path("resize"), { json: terminalSize({ rows, cols }), signal: options.signal });
   }
 
-  /** Reads the daemon's record. */
+  /**
+   * Reads the daemon's record.
+   *
+   * @example
+   * const { state } = await command.inspect();
+   */
   async inspect(options: CallOptions = {}): Promise<CommandInfo> {
     const record = await this.#transport.json("GET", this.#path(), { signal: options.signal });
     return toCommandInfo(new Fields(record, "a command"));
   }
 
-  /** Leaves the stream; the command keeps running, and the daemon keeps the newest of its output. */
+  /**
+   * Leaves the stream; the command keeps running, and the daemon keeps the newest of its output.
+   *
+   * @example
+   * command.disconnect();
+   */
   disconnect(): void {
     if (this.#attachment !== undefined) this.#leave(this.#attachment);
   }
 
-  /** Attaches again, and the daemon replays the output that it still holds. Does nothing while attached. */
+  /**
+   * Attaches again, and the daemon replays the output that it still holds. Does nothing while attached.
+   *
+   * @example
+   * await command.reconnect();
+   */
   async reconnect(options: CallOptions = {}): Promise<void> {
     const { signal } = options;
     signal?.throwIfAborted();
@@ -352,12 +393,23 @@ export class Commands {
     this.#sandbox = sandbox;
   }
 
-  /** Lists the commands that the daemon holds: those that run, and the newest 32 that have ended. */
+  /**
+   * Lists the commands that the daemon holds: those that run, and the newest 32 that have ended.
+   *
+   * @example
+   * const running = (await sandbox.commands.list()).filter((c) => c.state === "running");
+   */
   async list(options: CallOptions = {}): Promise<CommandInfo[]> {
     return (await pages(this.#transport, route("sandboxes", this.#sandbox(), "exec"), "execs", toCommandInfo, { signal: options.signal })).items;
   }
 
-  /** Finds a command again. The handle is not attached; wait() and reconnect() attach it. @throws NotFoundError */
+  /**
+   * Finds a command again. The handle is not attached; wait() and reconnect() attach it.
+   *
+   * @throws NotFoundError
+   * @example
+   * const command = await sandbox.commands.get(id);
+   */
   async get(id: string, options: CallOptions & OutputOptions = {}): Promise<Command> {
     outputLimit(options);
     const record = await this.#transport.json("GET", route("sandboxes", this.#sandbox(), "exec", id), { signal: options.signal });

@@ -44,14 +44,24 @@ export class Files {
     this.#sandbox = sandbox;
   }
 
-  /** Writes a file. It appears complete or not at all. */
+  /**
+   * Writes a file. It appears complete or not at all.
+   *
+   * @example
+   * await sandbox.files.write("/srv/app/config.json", '{"debug": true}', { mode: 0o640, parents: true });
+   */
   async write(path: string, data: string | Uint8Array, options: MakeOptions = {}): Promise<void> {
     if (typeof data !== "string" && !(data instanceof Uint8Array)) throw new TypeError("data must be a string or a Uint8Array");
     const bytes = typeof data === "string" ? Buffer.from(data, "utf8") : data;
     await this.#put(path, bytes.length, pieces(bytes), options);
   }
 
-  /** Reads a whole file: as bytes, or with an encoding as text, in which what is not UTF-8 shows as U+FFFD. */
+  /**
+   * Reads a whole file: as bytes, or with an encoding as text, in which what is not UTF-8 shows as U+FFFD.
+   *
+   * @example
+   * const text = await sandbox.files.read("/etc/hostname", { encoding: "utf8" });
+   */
   async read(path: string, options: CallOptions & { encoding: "utf8" | "utf-8" }): Promise<string>;
   async read(path: string, options?: CallOptions & { encoding?: undefined }): Promise<Uint8Array>;
   async read(path: string, options: CallOptions & { encoding?: "utf8" | "utf-8" | undefined } = {}): Promise<string | Uint8Array> {
@@ -62,26 +72,46 @@ export class Files {
     return encoding === undefined ? new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.length) : bytes.toString("utf8");
   }
 
-  /** What a path is; of a link, the link itself. */
+  /**
+   * What a path is; of a link, the link itself.
+   *
+   * @example
+   * const { size } = await sandbox.files.stat("/etc/passwd");
+   */
   async stat(path: string, options: CallOptions = {}): Promise<FileInfo> {
     const answer = await this.#transport.open("HEAD", this.#path("files"), { query: { path }, signal: options.signal });
     await answer.all(0);
     return stated(answer);
   }
 
-  /** Lists a directory, by name. */
+  /**
+   * Lists a directory, by name.
+   *
+   * @example
+   * const names = (await sandbox.files.list("/etc")).map((entry) => entry.name);
+   */
   async list(path: string, options: CallOptions = {}): Promise<FileEntry[]> {
     const record = await this.#transport.json("GET", this.#path("ls"), { query: { path }, signal: options.signal });
     return new Fields(record, "a directory").objects("entries", toFileEntry, "an entry");
   }
 
-  /** Makes a directory. With `parents`, one that is there already is no error. */
+  /**
+   * Makes a directory. With `parents`, one that is there already is no error.
+   *
+   * @example
+   * await sandbox.files.mkdir("/srv/app/data", { parents: true });
+   */
   async mkdir(path: string, options: MakeOptions = {}): Promise<void> {
     const json = { path, mode: octal(options.mode), parents: options.parents ?? false, user: options.user };
     await this.#transport.json("POST", this.#path("mkdir"), { json, signal: options.signal });
   }
 
-  /** Removes a path; of a link, the link. A directory that is not empty needs `recursive`. */
+  /**
+   * Removes a path; of a link, the link. A directory that is not empty needs `recursive`.
+   *
+   * @example
+   * await sandbox.files.remove("/srv/app/data", { recursive: true });
+   */
   async remove(path: string, options: CallOptions & { recursive?: boolean | undefined } = {}): Promise<void> {
     const query = { path, recursive: options.recursive || undefined };
     await this.#transport.json("DELETE", this.#path("files"), { query, waits: true, signal: options.signal });
@@ -108,6 +138,8 @@ export class Files {
    * Copies a local file in, without holding it in memory.
    *
    * @throws UnknownLengthError when the file grows or shrinks meanwhile, or is no regular file: nothing is written then.
+   * @example
+   * await sandbox.files.upload("model.bin", "/srv/model.bin");
    */
   async upload(local: string, remote: string, options: MakeOptions = {}): Promise<void> {
     const file = await open(local, constants.O_RDONLY | constants.O_NONBLOCK);
@@ -122,7 +154,12 @@ export class Files {
     }
   }
 
-  /** Copies a file out, without holding it in memory. It appears complete, with its permission bits, or not at all. */
+  /**
+   * Copies a file out, without holding it in memory. It appears complete, with its permission bits, or not at all.
+   *
+   * @example
+   * await sandbox.files.download("/srv/result.csv", "result.csv");
+   */
   async download(remote: string, local: string, options: CallOptions = {}): Promise<void> {
     const { signal } = options;
     signal?.throwIfAborted();
@@ -149,6 +186,9 @@ export class Files {
   /**
    * Copies what is in a local directory into exactly this directory of the sandbox, which is made when only the last part
    * of its path is missing. Everything belongs to `user`. Sockets, fifos and devices are left out.
+   *
+   * @example
+   * await sandbox.files.uploadDir("site", "/srv/site");
    */
   async uploadDir(local: string, remote: string, options: CallOptions & { user?: string | undefined } = {}): Promise<void> {
     if (!(await stat(local)).isDirectory()) throw fault("ENOTDIR", `${local} is not a directory`);
@@ -162,6 +202,8 @@ export class Files {
    * What could reach beyond it is refused before anything lands; setuid, setgid and owners are dropped.
    *
    * @throws UnsafeArchiveError
+   * @example
+   * await sandbox.files.downloadDir("/srv/site", "site");
    */
   async downloadDir(remote: string, local: string, options: CallOptions = {}): Promise<void> {
     const { signal } = options;

@@ -50,6 +50,12 @@ export class Follow<T> implements AsyncIterableIterator<T>, AsyncDisposable {
     return this;
   }
 
+  /**
+   * The next item. The first call opens the stream.
+   *
+   * @example
+   * const { value, done } = await follow.next();
+   */
   next(): Promise<IteratorResult<T, undefined>> {
     const item = this.#last.then(() => this.#next());
     this.#last = item.catch(() => undefined);
@@ -72,7 +78,12 @@ export class Follow<T> implements AsyncIterableIterator<T>, AsyncDisposable {
     }
   }
 
-  /** Closes the stream, also while an item is waited for. */
+  /**
+   * Closes the stream, also while an item is waited for.
+   *
+   * @example
+   * await follow.return();
+   */
   async return(): Promise<IteratorResult<T, undefined>> {
     this.#close();
     return { done: true, value: undefined };

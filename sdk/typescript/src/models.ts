@@ -4,7 +4,9 @@ import { Fields } from "./records.js";
 
 /** A host port that is forwarded to a port on the sandbox's 127.0.0.1. Ports are 1 to 65535. */
 export interface PortForward {
+  /** The port on the host. */
   hostPort: number;
+  /** The port in the sandbox. */
   guestPort: number;
   /** Whether the host listens on 0.0.0.0; else on 127.0.0.1 only. Default false. */
   public?: boolean | undefined;
@@ -12,7 +14,9 @@ export interface PortForward {
 
 /** The size of a terminal in character cells, each 0 to 65535. */
 export interface TerminalSize {
+  /** Its height. */
   rows: number;
+  /** Its width. */
   cols: number;
 }
 
@@ -28,6 +32,7 @@ export interface Restart {
 
 /** One rule of a network policy; the first that matches decides, and what none matches is denied. */
 export interface PolicyRule {
+  /** What becomes of what matches. */
   action: "allow" | "deny" | (string & {});
   /** `DEST [tcp|udp[:PORTS]]`, such as "api.example.com", "suffix:example.com tcp:443" or "any". */
   rule: string;
@@ -35,7 +40,9 @@ export interface PolicyRule {
 
 /** How a process ended: its exit code, and the number of the signal that ended it or 0. */
 export interface ExitStatus {
+  /** The exit code; 0 when a signal ended it. */
   code: number;
+  /** The signal's number, else 0. */
   signal: number;
 }
 
@@ -49,6 +56,7 @@ export interface CommandResult {
   signal: number | null;
   /** The newest output as text; what is not UTF-8 shows as U+FFFD. */
   stdout: string;
+  /** The same of its other stream; nothing with a terminal. */
   stderr: string;
   /** Output in bytes that the daemon dropped before any client read it. */
   lostBytes: number;
@@ -56,23 +64,29 @@ export interface CommandResult {
 
 /** The daemon's record of a command. */
 export interface CommandInfo {
+  /** The command's id, with which commands.get() finds it. */
   id: string;
   /** The id of its sandbox. */
   sandbox: string;
+  /** The program and its arguments. */
   command: string[];
+  /** Whether it still runs. */
   state: "running" | "exited" | (string & {});
   /** Null while it runs. */
   exitCode: number | null;
   /** Always null: a signal shows in the exit code. */
   signal: number | null;
+  /** When it started. */
   startedAt: Date;
   /** Null while it runs. */
   exitedAt: Date | null;
+  /** Output in bytes that the daemon dropped before any client read it. */
   lostBytes: number;
 }
 
 /** Where a process stands. */
 export interface ProcessStatus {
+  /** What it does now. */
   state: "running" | "restarting" | "exited" | "killed" | "gave-up" | "stopped" | (string & {});
   /** How often it was started again since it was run or the sandbox started. */
   restarts: number;
@@ -84,24 +98,33 @@ export interface ProcessStatus {
 
 /** The record of a named process. */
 export interface ProcessInfo {
+  /** Its name in the sandbox. */
   name: string;
+  /** The program and its arguments. */
   command: string[];
+  /** When it is started again: `backoff` in seconds. */
   restart: { policy: string; retries: number; backoff: number };
   /** Whether kill() ended it. */
   killed: boolean;
+  /** Where it stands. */
   status: ProcessStatus;
   /** Variables of its own, as "NAME=value". */
   env: string[];
   /** Its own, null for the sandbox's. */
   workdir: string | null;
+  /** Its own, null for the sandbox's. */
   user: string | null;
 }
 
 /** The bounds of a sandbox: MiB of memory, disk and swap, and CPUs. 0 is no bound; a disk always has one. */
 export interface Resources {
+  /** Memory in MiB. */
   memoryMiB: number;
+  /** CPUs. */
   vcpus: number;
+  /** The writable disk in MiB. */
   diskMiB: number;
+  /** Swap in MiB. */
   swapMiB: number;
 }
 
@@ -109,6 +132,7 @@ export interface Resources {
 export interface OOMInfo {
   /** How often, at least 1. */
   kills: number;
+  /** When it last did. */
   killedAt: Date;
   /** When the daemon starts the sandbox again, null when no start is due. */
   restartAt: Date | null;
@@ -118,7 +142,9 @@ export interface OOMInfo {
 export interface EffectiveRule {
   /** Its position, from "1"; a decision names it. */
   id: string;
+  /** "allow" or "deny". */
   action: string;
+  /** What it matches, in the form of a PolicyRule. */
   rule: string;
   /** "dns" or "dns-rule" when nobody wrote it, else null. */
   implied: string | null;
@@ -126,32 +152,49 @@ export interface EffectiveRule {
 
 /** What the host enforces on a sandbox's traffic; `missing` says that the policy is lost and nothing is reachable. */
 export interface Egress {
+  /** In the order in which they are tried. */
   rules: EffectiveRule[];
+  /** Whether the policy is lost. */
   missing: boolean;
 }
 
 /** The record of a sandbox. */
 export interface SandboxInfo {
+  /** Its generated id. */
   id: string;
+  /** The image it was made from. */
   image: string;
+  /** What isolates it, such as "gvisor". */
   provider: string;
+  /** What it does now. */
   state: "pending" | "created" | "running" | "paused" | "unresponsive" | "stopped" | "failed" | (string & {});
+  /** Its bounds. */
   resources: Resources;
+  /** When it was made. */
   createdAt: Date;
+  /** Its name, null when it has none. */
   name: string | null;
+  /** The digest of the image, null until it is pulled. */
   digest: string | null;
+  /** The id of the snapshot it was made from, else null. */
   snapshot: string | null;
+  /** The id of the sandbox it is a fork of, else null. */
   forkedFrom: string | null;
+  /** The guest kernel of a virtual machine, else null. */
   kernel: string | null;
   /** Why it is in that state, null in others. */
   stoppedReason: string | null;
+  /** Why it failed, null in other states. */
   failedReason: string | null;
   /** Set when the host ended it for want of memory. */
   oom: OOMInfo | null;
+  /** Its named processes, in the order of their first runs. */
   processes: ProcessInfo[];
   /** The names of the secrets that it holds. */
   secrets: string[];
+  /** The name of its network policy, null when it has none. */
   policy: string | null;
+  /** The host ports that are forwarded to it. */
   ports: Required<{ [K in keyof PortForward]: NonNullable<PortForward[K]> }>[];
   /** The last start, null before the first. */
   startedAt: Date | null;
@@ -161,21 +204,33 @@ export interface SandboxInfo {
 
 /** The server's version and the version of its API. */
 export interface Version {
+  /** The server's. */
   version: string;
+  /** The API's, "v0". */
   apiVersion: string;
 }
 
 /** Which verbs the server's default provider supports; `swap` says whether swapMiB above 0 is allowed. */
 export interface Capabilities {
+  /** create(). */
   create: boolean;
+  /** start(). */
   start: boolean;
+  /** stop(). */
   stop: boolean;
+  /** remove(). */
   remove: boolean;
+  /** pause(). */
   pause: boolean;
+  /** resume(). */
   resume: boolean;
+  /** fork(). */
   fork: boolean;
+  /** snapshots.create(). */
   snapshot: boolean;
+  /** Forwards of ports. */
   port: boolean;
+  /** A swapMiB above 0. */
   swap: boolean;
 }
 
@@ -185,16 +240,21 @@ export interface ProviderInfo {
   name: string;
   /** Whether it works on that host; if not, `reason` says why. */
   available: boolean;
+  /** Why it does not work, else null. */
   reason: string | null;
   /** Whether create() takes it when no provider is named. */
   default: boolean;
+  /** The version of its runtime, null when unknown. */
   version: string | null;
+  /** Which verbs it has. */
   capabilities: Capabilities;
 }
 
 /** An address of the host at which a forward is reached, and the interface that has it. */
 export interface HostAddress {
+  /** The network interface's name. */
   interface: string;
+  /** The IP address. */
   address: string;
 }
 
@@ -202,9 +262,13 @@ export interface HostAddress {
 export interface Port {
   /** The sandbox's id. */
   sandbox: string;
+  /** The sandbox's name, null when it has none. */
   sandboxName: string | null;
+  /** The port on the host. */
   hostPort: number;
+  /** The port in the sandbox. */
   guestPort: number;
+  /** Whether the host listens on 0.0.0.0. */
   public: boolean;
   /** Where the host listens: "127.0.0.1" or "0.0.0.0". */
   address: string;
@@ -218,12 +282,15 @@ export interface Port {
 
 /** What a path is; of a link, the link itself. */
 export interface FileInfo {
+  /** What it is. */
   type: "file" | "dir" | "symlink" | "other" | (string & {});
   /** In bytes; devices and /proc files report 0 or less than they give. */
   size: number;
   /** Permission bits with setuid, setgid and sticky, up to 0o7777. */
   mode: number;
+  /** Who owns it. */
   uid: number;
+  /** Which group owns it. */
   gid: number;
   /** The last change of its contents. */
   mtime: Date;
@@ -231,38 +298,53 @@ export interface FileInfo {
 
 /** One entry of a directory. */
 export interface FileEntry extends FileInfo {
+  /** Its name in the directory. */
   name: string;
 }
 
 /** The record of a snapshot: the files of a sandbox, which outlive it. */
 export interface Snapshot {
+  /** Its generated id. */
   id: string;
+  /** Its name, null when it has none. */
   name: string | null;
   /** The id and the name of the sandbox that it was made from. */
   source: string;
+  /** The name of the sandbox that it was made from, null when it had none. */
   sourceName: string | null;
+  /** The source's image. */
   image: string;
+  /** The digest of the source's image. */
   digest: string;
+  /** The source's provider. */
   provider: string;
   /** The source's bounds, in MiB. */
   diskMiB: number;
+  /** The source's memory in MiB. */
   memoryMiB: number;
   /** What it occupies on the host, in bytes. */
   size: number;
+  /** When it was made. */
   createdAt: Date;
 }
 
 /** A stored secret without its value, which is never read back. */
 export interface SecretInfo {
+  /** Its name, and that of the variable that holds the placeholder. */
   name: string;
+  /** The hosts that get the value. */
   destinations: string[];
+  /** What sandboxes see instead. */
   placeholder: string;
+  /** When its value was last set. */
   updatedAt: Date;
 }
 
 /** A network policy. */
 export interface Policy {
+  /** Its name. */
   name: string;
+  /** The first that matches decides; what none matches is denied. */
   rules: PolicyRule[];
   /** The sandboxes that hold it. Empty in policies.list(). */
   holders: string[];
@@ -278,6 +360,7 @@ export interface FileEvent {
   path: string;
   /** Where a moved entry was, else null. What a moved directory holds moves along without events. */
   movedFrom: string | null;
+  /** Whether it is a directory. */
   isDir: boolean;
   /** The sandbox's clock. */
   time: Date;
@@ -285,15 +368,23 @@ export interface FileEvent {
 
 /** One decision about a sandbox's traffic. Headers, bodies and secret values are never part of it. */
 export interface EgressDecision {
+  /** When it was made. */
   time: Date;
+  /** Who made it. */
   source: "proxy" | "dns" | "host" | (string & {});
+  /** How it went. */
   verdict: "allow" | "deny" | (string & {});
   /** The id of the rule that decided, or a word such as "default" or "private". */
   rule: string;
+  /** The name that was asked for, null for bare addresses. */
   host: string | null;
+  /** The port, null for lookups. */
   port: number | null;
+  /** The address, null where none was reached. */
   address: string | null;
+  /** The rule as it is written, null where a word decided. */
   ruleText: string | null;
+  /** More about it, else null. */
   reason: string | null;
 }
 

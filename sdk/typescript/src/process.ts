@@ -18,7 +18,9 @@ export interface RunOptions extends CallOptions {
   name?: string | undefined;
   /** Variables added to the sandbox's environment for this process. */
   env?: Readonly<Record<string, string>> | undefined;
+  /** The working directory; the sandbox's by default. */
   workdir?: string | undefined;
+  /** A user name or uid; the sandbox's by default. */
   user?: string | undefined;
   /** When it is started again. Default: "unless-stopped". */
   restart?: Restart | undefined;
@@ -58,6 +60,8 @@ export class Process {
    * Waits until the process has ended and its restart policy will not start it again. An abort leaves it running.
    *
    * @throws ShardConnectionError when the stream breaks
+   * @example
+   * const { status } = await process.wait({ signal: AbortSignal.timeout(60_000) });
    */
   async wait(options: CallOptions = {}): Promise<ProcessInfo> {
     const { signal } = options;
@@ -73,25 +77,45 @@ export class Process {
     }
   }
 
-  /** Ends the process and waits for its end: TERM, after 30 s KILL; with `force` KILL at once. Cancels its restarts. */
+  /**
+   * Ends the process and waits for its end: TERM, after 30 s KILL; with `force` KILL at once. Cancels its restarts.
+   *
+   * @example
+   * await process.kill({ force: true });
+   */
   async kill(options: CallOptions & { force?: boolean | undefined } = {}): Promise<void> {
     const json = { force: options.force === true };
     this.#took(await this.#transport.json("POST", this.#path("kill"), { json, waits: true, signal: options.signal }));
   }
 
-  /** Reads the output of all its runs as text. The daemon keeps a bounded log: of a long one, the end. */
+  /**
+   * Reads the output of all its runs as text. The daemon keeps a bounded log: of a long one, the end.
+   *
+   * @example
+   * console.log(await process.logs());
+   */
   async logs(options: CallOptions = {}): Promise<string> {
     const answer = await this.#transport.open("GET", this.#path("logs"), { waits: true, signal: options.signal });
     return (await answer.all(maxLog)).toString("utf8");
   }
 
-  /** Yields the log from its start, then new output as it arrives, until the process ends or the sandbox stops. */
+  /**
+   * Yields the log from its start, then new output as it arrives, until the process ends or the sandbox stops.
+   *
+   * @example
+   * for await (const chunk of process.followLogs()) console.log(Buffer.from(chunk).toString());
+   */
   followLogs(options: CallOptions = {}): Follow<Uint8Array> {
     const open = (signal: AbortSignal): Promise<Stream> => this.#transport.stream(this.#path("logs"), { query: { follow: true }, signal });
     return new Follow(open, readLog, options.signal);
   }
 
-  /** Reads its record again. */
+  /**
+   * Reads its record again.
+   *
+   * @example
+   * const { restarts } = (await process.inspect()).status;
+   */
   async inspect(options: CallOptions = {}): Promise<ProcessInfo> {
     return this.#took(await this.#transport.json("GET", this.#path(), { signal: options.signal }));
   }
@@ -140,13 +164,24 @@ export class Processes {
     this.#sandbox = sandbox;
   }
 
-  /** Lists every process, in the order in which they were first run. */
+  /**
+   * Lists every process, in the order in which they were first run.
+   *
+   * @example
+   * const names = (await sandbox.processes.list()).map((p) => p.name);
+   */
   async list(options: CallOptions = {}): Promise<ProcessInfo[]> {
     const record = await this.#transport.json("GET", route("sandboxes", this.#sandbox(), "processes"), { signal: options.signal });
     return new Fields(record, "a list").objects("processes", toProcessInfo, "a process");
   }
 
-  /** Finds a process. @throws NotFoundError (no_process) */
+  /**
+   * Finds a process.
+   *
+   * @throws NotFoundError (no_process)
+   * @example
+   * const server = await sandbox.processes.get("server");
+   */
   async get(name: string, options: CallOptions = {}): Promise<Process> {
     const record = await this.#transport.json("GET", route("sandboxes", this.#sandbox(), "processes", name), { signal: options.signal });
     return new Process(this.#transport, this.#sandbox(), toProcessInfo(new Fields(record, "a process")));

@@ -45,6 +45,7 @@ export class Sandbox implements AsyncDisposable {
     this.ports = new Ports(transport, id);
   }
 
+  /** Its generated id. */
   get id(): string {
     return this.#info.id;
   }
@@ -54,43 +55,81 @@ export class Sandbox implements AsyncDisposable {
     return this.#info.name;
   }
 
+  /** The record as it was last read. */
   get info(): SandboxInfo {
     return this.#info;
   }
 
-  /** Reads the sandbox's record again. */
+  /**
+   * Reads the sandbox's record again.
+   *
+   * @example
+   * const { state } = await sandbox.inspect();
+   */
   async inspect(options: CallOptions = {}): Promise<SandboxInfo> {
     return this.#took(await this.#transport.json("GET", this.#path(), { signal: options.signal }));
   }
 
-  /** Stops the sandbox and keeps its files. Each process has up to 30 seconds to exit. */
+  /**
+   * Stops the sandbox and keeps its files. Each process has up to 30 seconds to exit.
+   *
+   * @example
+   * await sandbox.stop();
+   */
   async stop(options: CallOptions = {}): Promise<void> {
     await this.#verb("stop", options);
   }
 
-  /** Starts a stopped sandbox with its files. */
+  /**
+   * Starts a stopped sandbox with its files.
+   *
+   * @example
+   * await sandbox.start();
+   */
   async start(options: CallOptions = {}): Promise<void> {
     await this.#verb("start", options);
   }
 
-  /** Saves memory and files and suspends the sandbox. @throws UnsupportedError when the provider cannot. */
+  /**
+   * Saves memory and files and suspends the sandbox.
+   *
+   * @throws UnsupportedError when the provider cannot.
+   * @example
+   * await sandbox.pause();
+   */
   async pause(options: CallOptions = {}): Promise<void> {
     await this.#verb("pause", options);
   }
 
-  /** Continues a paused sandbox from where it paused. */
+  /**
+   * Continues a paused sandbox from where it paused.
+   *
+   * @example
+   * await sandbox.resume();
+   */
   async resume(options: CallOptions = {}): Promise<void> {
     await this.#verb("resume", options);
   }
 
-  /** Makes a running sandbox from this one's memory and files. @throws UnsupportedError when the provider cannot. */
+  /**
+   * Makes a running sandbox from this one's memory and files.
+   *
+   * @throws UnsupportedError when the provider cannot.
+   * @example
+   * const copy = await sandbox.fork({ name: "demo-copy" });
+   */
   async fork(options: CallOptions & { name?: string | undefined } = {}): Promise<Sandbox> {
     const { name, signal } = options;
     const record = await this.#transport.json("POST", this.#path("fork"), { json: { name }, waits: true, signal });
     return new Sandbox(this.#transport, toSandboxInfo(new Fields(record, "a sandbox")));
   }
 
-  /** Removes the sandbox and its files. With `force`, a running or paused one is stopped first. */
+  /**
+   * Removes the sandbox and its files. With `force`, a running or paused one is stopped first.
+   *
+   * @example
+   * await sandbox.remove({ force: true });
+   */
   async remove(options: CallOptions & { force?: boolean | undefined } = {}): Promise<void> {
     const query = { force: options.force || undefined };
     await this.#transport.json("DELETE", this.#path(), { query, waits: true, signal: options.signal });
@@ -113,18 +152,34 @@ export class Sandbox implements AsyncDisposable {
     return options.background === true ? started : started.finish(options.signal);
   }
 
-  /** Starts a named process under the sandbox's supervisor. @throws CommandNotStartedError, ConflictError (name_taken) */
+  /**
+   * Starts a named process under the sandbox's supervisor.
+   *
+   * @throws CommandNotStartedError, ConflictError (name_taken)
+   * @example
+   * const ticker = await sandbox.run("while sleep 1; do echo tick; done", { name: "ticker" });
+   */
   async run(command: string | readonly string[], options: RunOptions = {}): Promise<Process> {
     return runProcess(this.#transport, this.id, command, options);
   }
 
-  /** The newest network decisions that the daemon holds for this sandbox, at most 10,000, the oldest first. */
+  /**
+   * The newest network decisions that the daemon holds for this sandbox, at most 10,000, the oldest first.
+   *
+   * @example
+   * const denied = (await sandbox.egressLog()).filter((d) => d.verdict === "deny");
+   */
   async egressLog(options: CallOptions = {}): Promise<EgressDecision[]> {
     const list = await this.#transport.json("GET", this.#path("egress-log"), { signal: options.signal });
     return new Fields({ list }, "an answer").objects("list", toEgressDecision, "a decision");
   }
 
-  /** Yields the newest network decisions that the daemon holds, then each new one, until the sandbox ends. */
+  /**
+   * Yields the newest network decisions that the daemon holds, then each new one, until the sandbox ends.
+   *
+   * @example
+   * for await (const { verdict, host } of sandbox.followEgressLog()) console.log(verdict, host);
+   */
   followEgressLog(options: CallOptions = {}): Follow<EgressDecision> {
     const open = (signal: AbortSignal): Promise<Stream> => this.#transport.stream(this.#path("egress-log"), { query: { follow: true }, signal });
     return new Follow(open, records(toEgressDecision, "the egress log's stream"), options.signal);
@@ -166,7 +221,11 @@ export class Ports {
 
   /**
    * Forwards a host port to a port on the sandbox's 127.0.0.1, or changes the forward it has. The host listens on
-   * 127.0.0.1, or with `public` on 0.0.0.0. @throws ConflictError (in_use)
+   * 127.0.0.1, or with `public` on 0.0.0.0.
+   *
+   * @throws ConflictError (in_use)
+   * @example
+   * const { reachableOn } = await sandbox.ports.add(9000, 8000);
    */
   async add(hostPort: number, guestPort: number, options: CallOptions & { public?: boolean | undefined } = {}): Promise<Port> {
     const json = { guest_port: whole("guestPort", guestPort, 1, 65535), public: options.public ?? false };
@@ -174,12 +233,22 @@ export class Ports {
     return toPort(new Fields(record, "a port"));
   }
 
-  /** Lists the forwards in the order of their host ports. */
+  /**
+   * Lists the forwards in the order of their host ports.
+   *
+   * @example
+   * const hostPorts = (await sandbox.ports.list()).map((p) => p.hostPort);
+   */
   async list(options: CallOptions = {}): Promise<Port[]> {
     return (await pages(this.#transport, route("sandboxes", this.#sandbox(), "ports"), "ports", toPort, { signal: options.signal })).items;
   }
 
-  /** Ends a forward and the connections that it carries. */
+  /**
+   * Ends a forward and the connections that it carries.
+   *
+   * @example
+   * await sandbox.ports.remove(9000);
+   */
   async remove(hostPort: number, options: CallOptions = {}): Promise<void> {
     await this.#transport.json("DELETE", this.#path(hostPort), { signal: options.signal });
   }

@@ -62,7 +62,9 @@ export interface CreateOptions extends CallOptions {
 
 /** Sandboxes, which it iterates over, and a warning for each entry that the daemon could not read. */
 export class SandboxList implements Iterable<Sandbox> {
+  /** Those that could be read. */
   readonly sandboxes: Sandbox[];
+  /** One for each entry that could not be read; without any the list is complete. */
   readonly warnings: string[];
 
   /** @internal */
@@ -107,7 +109,12 @@ export class Shard implements AsyncDisposable {
     this.snapshots = new Snapshots(this.#transport);
   }
 
-  /** Lets go of every connection. What is under way fails; commands keep running. Repeated calls do nothing. */
+  /**
+   * Lets go of every connection. What is under way fails; commands keep running. Repeated calls do nothing.
+   *
+   * @example
+   * shard.close();
+   */
   close(): void {
     this.#transport.close();
   }
@@ -149,7 +156,13 @@ export class Shard implements AsyncDisposable {
     return this.#sandbox(await this.#transport.json("POST", route("sandboxes"), { query: { wait: true }, json, waits: true, signal }));
   }
 
-  /** Finds a sandbox by id, by four or more characters with which only its id begins, or by name. @throws NotFoundError */
+  /**
+   * Finds a sandbox by id, by four or more characters with which only its id begins, or by name.
+   *
+   * @throws NotFoundError
+   * @example
+   * const sandbox = await shard.get("demo");
+   */
   async get(ref: string, options: CallOptions = {}): Promise<Sandbox> {
     return this.#sandbox(await this.#transport.json("GET", route("sandboxes", ref), { signal: options.signal }));
   }
@@ -157,6 +170,9 @@ export class Shard implements AsyncDisposable {
   /**
    * Lists active sandboxes, with `all` the stopped ones too. The warnings name entries that the daemon could not read:
    * check them before you treat the list as complete.
+   *
+   * @example
+   * for (const sandbox of await shard.list({ all: true })) console.log(sandbox.id);
    */
   async list(options: CallOptions & { all?: boolean | undefined } = {}): Promise<SandboxList> {
     const { all, signal } = options;
@@ -164,23 +180,43 @@ export class Shard implements AsyncDisposable {
     return new SandboxList(items.map((info) => new Sandbox(this.#transport, info)), warnings);
   }
 
-  /** The server's version and the version of its API. */
+  /**
+   * The server's version and the version of its API.
+   *
+   * @example
+   * const { apiVersion } = await shard.version();
+   */
   async version(options: CallOptions = {}): Promise<Version> {
     return toVersion(new Fields(await this.#transport.json("GET", route("version"), { signal: options.signal }), "a version"));
   }
 
-  /** Which verbs the server's default provider supports. */
+  /**
+   * Which verbs the server's default provider supports.
+   *
+   * @example
+   * if ((await shard.capabilities()).pause) await sandbox.pause();
+   */
   async capabilities(options: CallOptions = {}): Promise<Capabilities> {
     return toCapabilities(new Fields(await this.#transport.json("GET", route("capabilities"), { signal: options.signal }), "capabilities"));
   }
 
-  /** Every provider that the server knows, also those that do not work on its host, with the reason. */
+  /**
+   * Every provider that the server knows, also those that do not work on its host, with the reason.
+   *
+   * @example
+   * const usable = (await shard.providers()).filter((p) => p.available);
+   */
   async providers(options: CallOptions = {}): Promise<ProviderInfo[]> {
     const record = await this.#transport.json("GET", route("providers"), { signal: options.signal });
     return new Fields(record, "a list").objects("providers", toProviderInfo, "a provider");
   }
 
-  /** The port forwards of every sandbox. */
+  /**
+   * The port forwards of every sandbox.
+   *
+   * @example
+   * const all = await shard.ports();
+   */
   async ports(options: CallOptions = {}): Promise<Port[]> {
     return (await pages(this.#transport, route("ports"), "ports", toPort, { signal: options.signal })).items;
   }
@@ -210,28 +246,54 @@ export class Policies {
     return policy(await this.#transport.json("PUT", route("policies", name), { json, signal: options.signal }));
   }
 
-  /** Reads a policy. */
+  /**
+   * Reads a policy.
+   *
+   * @example
+   * const { holders } = await shard.policies.get("api-only");
+   */
   async get(name: string, options: CallOptions = {}): Promise<Policy> {
     return policy(await this.#transport.json("GET", route("policies", name), { signal: options.signal }));
   }
 
-  /** Lists the policies; their holders and dns are left empty. */
+  /**
+   * Lists the policies; their holders and dns are left empty.
+   *
+   * @example
+   * const names = (await shard.policies.list()).map((p) => p.name);
+   */
   async list(options: CallOptions = {}): Promise<Policy[]> {
     return (await pages(this.#transport, route("policies"), "policies", toPolicy, { signal: options.signal })).items;
   }
 
-  /** Deletes a policy that no sandbox holds. @throws ConflictError (in_use) with the holders */
+  /**
+   * Deletes a policy that no sandbox holds.
+   *
+   * @throws ConflictError (in_use) with the holders
+   * @example
+   * await shard.policies.remove("api-only");
+   */
   async remove(name: string, options: CallOptions = {}): Promise<void> {
     await this.#transport.json("DELETE", route("policies", name), { signal: options.signal });
   }
 
-  /** Gives a stopped sandbox a policy. */
+  /**
+   * Gives a stopped sandbox a policy.
+   *
+   * @example
+   * await shard.policies.attach(sandbox, "api-only");
+   */
   async attach(sandbox: string | Sandbox, name: string, options: CallOptions = {}): Promise<SandboxInfo> {
     const path = route("sandboxes", reference(sandbox), "policy");
     return sandboxInfo(await this.#transport.json("PUT", path, { json: { policy: name }, signal: options.signal }));
   }
 
-  /** Takes a stopped sandbox's policy away. */
+  /**
+   * Takes a stopped sandbox's policy away.
+   *
+   * @example
+   * await shard.policies.detach(sandbox);
+   */
   async detach(sandbox: string | Sandbox, options: CallOptions = {}): Promise<SandboxInfo> {
     return sandboxInfo(await this.#transport.json("DELETE", route("sandboxes", reference(sandbox), "policy"), { signal: options.signal }));
   }
@@ -249,7 +311,9 @@ export interface SecretOptions extends CallOptions {
 
 /** The stored secrets, which it iterates over, and a warning for each entry that the daemon could not read. */
 export class SecretList implements Iterable<SecretInfo> {
+  /** Those that could be read. */
   readonly secrets: SecretInfo[];
+  /** One for each entry that could not be read; without any the list is complete. */
   readonly warnings: string[];
 
   /** @internal */
@@ -272,7 +336,12 @@ export class Secrets {
     this.#transport = transport;
   }
 
-  /** Stores a secret, or replaces its value. */
+  /**
+   * Stores a secret, or replaces its value.
+   *
+   * @example
+   * await shard.secrets.set("API_TOKEN", { value: token, destinations: ["api.example.com"] });
+   */
   async set(name: string, options: SecretOptions): Promise<SecretInfo> {
     const { value, destinations, placeholder, signal } = options;
     if (typeof value !== "string") throw new TypeError("the value of a secret must be a string");
@@ -280,24 +349,44 @@ export class Secrets {
     return toSecretInfo(new Fields(await this.#transport.json("PUT", route("secrets", name), { json, signal }), "a secret"));
   }
 
-  /** Lists the secrets, and a warning for each entry that the daemon could not read. */
+  /**
+   * Lists the secrets, and a warning for each entry that the daemon could not read.
+   *
+   * @example
+   * for (const { name, destinations } of await shard.secrets.list()) console.log(name, destinations);
+   */
   async list(options: CallOptions = {}): Promise<SecretList> {
     const { items, warnings } = await pages(this.#transport, route("secrets"), "secrets", toSecretInfo, { signal: options.signal });
     return new SecretList(items, warnings);
   }
 
-  /** Deletes a secret that no sandbox holds; with `force` also one that is held, whose placeholder then gets no value. */
+  /**
+   * Deletes a secret that no sandbox holds; with `force` also one that is held, whose placeholder then gets no value.
+   *
+   * @example
+   * await shard.secrets.remove("API_TOKEN");
+   */
   async remove(name: string, options: CallOptions & { force?: boolean | undefined } = {}): Promise<void> {
     await this.#transport.json("DELETE", route("secrets", name), { query: { force: options.force || undefined }, signal: options.signal });
   }
 
-  /** Grants a secret to a stopped sandbox. */
+  /**
+   * Grants a secret to a stopped sandbox.
+   *
+   * @example
+   * await shard.secrets.grant(sandbox, "API_TOKEN");
+   */
   async grant(sandbox: string | Sandbox, name: string, options: CallOptions = {}): Promise<SandboxInfo> {
     const path = route("sandboxes", reference(sandbox), "secrets", name);
     return sandboxInfo(await this.#transport.json("POST", path, { signal: options.signal }));
   }
 
-  /** Takes a secret away from a stopped sandbox. */
+  /**
+   * Takes a secret away from a stopped sandbox.
+   *
+   * @example
+   * await shard.secrets.ungrant("demo", "API_TOKEN");
+   */
   async ungrant(sandbox: string | Sandbox, name: string, options: CallOptions = {}): Promise<SandboxInfo> {
     const path = route("sandboxes", reference(sandbox), "secrets", name);
     return sandboxInfo(await this.#transport.json("DELETE", path, { signal: options.signal }));
@@ -313,23 +402,43 @@ export class Snapshots {
     this.#transport = transport;
   }
 
-  /** Copies the files of a stopped sandbox into a snapshot, which outlives the sandbox. */
+  /**
+   * Copies the files of a stopped sandbox into a snapshot, which outlives the sandbox.
+   *
+   * @example
+   * const { id } = await shard.snapshots.create(sandbox, { name: "demo-files" });
+   */
   async create(sandbox: string | Sandbox, options: CallOptions & { name?: string | undefined } = {}): Promise<Snapshot> {
     const json = { sandbox: reference(sandbox), name: options.name };
     return snapshot(await this.#transport.json("POST", route("snapshots"), { json, waits: true, signal: options.signal }));
   }
 
-  /** Lists the snapshots. */
+  /**
+   * Lists the snapshots.
+   *
+   * @example
+   * const names = (await shard.snapshots.list()).map((s) => s.name);
+   */
   async list(options: CallOptions = {}): Promise<Snapshot[]> {
     return (await pages(this.#transport, route("snapshots"), "snapshots", toSnapshot, { signal: options.signal })).items;
   }
 
-  /** Reads a snapshot's record, by id or name. */
+  /**
+   * Reads a snapshot's record, by id or name.
+   *
+   * @example
+   * const { size } = await shard.snapshots.inspect("demo-files");
+   */
   async inspect(ref: string, options: CallOptions = {}): Promise<Snapshot> {
     return snapshot(await this.#transport.json("GET", route("snapshots", ref), { signal: options.signal }));
   }
 
-  /** Deletes a snapshot. */
+  /**
+   * Deletes a snapshot.
+   *
+   * @example
+   * await shard.snapshots.remove("demo-files");
+   */
   async remove(ref: string, options: CallOptions = {}): Promise<void> {
     await this.#transport.json("DELETE", route("snapshots", ref), { signal: options.signal });
   }
