@@ -394,6 +394,33 @@ func TestStreamBadMessages(t *testing.T) {
 	}, "runc")
 }
 
+// TestStreamReleased: with the closing message the streams are free, whether the client answers the close or not.
+func TestStreamReleased(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider)
+		exec := run(t, d, id, shard.ExecRequest{Command: []string{"echo", "once"}})
+		first := open(t, d, id, exec)
+		for {
+			_, p, err := first.frame()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(p) > 0 && p[0] == 3 {
+				break
+			}
+		}
+		second, resp := upgrade(t, d, "/v0/sandboxes/"+id+"/exec/"+exec)
+		if second == nil {
+			t.Fatalf("attach behind the closing message of another client: %s", resp.Status)
+		}
+		if out, last, code := second.all(); out[1] != "once\n" || !strings.Contains(last, `"code":0`) || code != 1000 {
+			t.Errorf("%q, %s, %d", out, last, code)
+		}
+	})
+}
+
 // TestStreamStuckInput: a client that goes away while the program does not read its input lets go of the command.
 func TestStreamStuckInput(t *testing.T) {
 	t.Parallel()

@@ -41,21 +41,34 @@ func newClientConn(conn net.Conn, stall time.Duration) *clientConn {
 	return c
 }
 
+// looks is how often a write looks, in the time that a client may take nothing, whether it does.
+const looks = 8
+
 // Write fails when the client has taken nothing for a time.
 func (c *clientConn) Write(p []byte) (int, error) {
 	defer c.began.Store(0)
-	done := 0
-	for {
-		now := time.Now()
-		c.began.CompareAndSwap(0, now.UnixNano())
-		before := c.queued()
-		c.above.Store(before + int64(len(p)-done))
-		_ = c.SetWriteDeadline(now.Add(c.stall))
+	now := time.Now()
+	c.began.Store(now.UnixNano())
+	taken := now // when the client was last seen to have taken something
+	full := int64(-1)
+	for done := 0; ; {
+		c.above.Store(c.queued() + int64(len(p)-done))
+		_ = c.SetWriteDeadline(now.Add(min(c.stall/looks, c.stall-now.Sub(taken))))
 		n, err := c.Conn.Write(p[done:])
 		done += n
-		if err == nil || !errors.Is(err, os.ErrDeadlineExceeded) || n == 0 && c.queued() >= before {
+		if err == nil || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return done, err
 		}
+		// The socket is full now. What went into it before it was says nothing about the client.
+		now = time.Now()
+		queued := c.queued()
+		switch {
+		case full >= 0 && (n > 0 || queued < full):
+			taken = now
+		case now.Sub(taken) >= c.stall:
+			return done, err
+		}
+		full = queued
 	}
 }
 

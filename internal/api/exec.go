@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/coder/websocket"
@@ -143,16 +144,24 @@ func (a *API) attach(c *call) error {
 		cancel(err)
 		input <- err
 	}()
-	sent := writeOutput(ctx, conn, att)
-	if sent && conn.Close(websocket.StatusNormalClosure, "") == nil {
+	err = writeOutput(ctx, conn, att)
+	switch {
+	case err == nil && conn.Close(websocket.StatusNormalClosure, "") == nil:
 		att.Close(0) // the client has answered the last message: it has read all
 		cancel(nil)
 		<-input
 		return nil
+	case errors.Is(err, syscall.EPIPE), errors.Is(err, syscall.ECONNRESET):
+		// The client has gone. What it sent before may still be in the socket, and is read to the end.
+		err = <-input
+	default:
+		_ = conn.CloseNow()
+		cancel(nil)
+		err = <-input
 	}
 	_ = conn.CloseNow()
 	cancel(nil)
-	att.Close(h.conn.left(<-input))
+	att.Close(h.conn.left(err))
 	return nil
 }
 
@@ -185,29 +194,34 @@ func readInput(ctx context.Context, conn *websocket.Conn, client *clientConn, at
 
 var errMessage = errors.New("the client sent a message that is none")
 
-// writeOutput sends a command's output and its closing message; false when the client has gone or stalls.
-func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachment) bool {
+var errNoExit = errors.New("the command has no exit")
+
+// writeOutput sends a command's output and its closing message, at which the streams are free for another client. An error
+// says that the client has gone or stalls.
+func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachment) error {
 	send := func(p []byte) error { return conn.Write(context.Background(), websocket.MessageBinary, p) }
 	for {
 		message, err := att.Next(ctx)
 		switch {
 		case err == nil:
-			if send(message) != nil {
-				return false
+			if err := send(message); err != nil {
+				return err
 			}
 			att.Consumed(len(message) - 1)
 			continue
 		case errors.Is(err, io.EOF):
 			rec := att.Exit()
 			if rec.ExitStatus == nil {
-				return false
+				return errNoExit
 			}
-			return send(closing(frameExit, shard.ExitMessage{ExitStatus: *rec.ExitStatus, LostBytes: rec.LostBytes})) == nil
+			att.Release()
+			return send(closing(frameExit, shard.ExitMessage{ExitStatus: *rec.ExitStatus, LostBytes: rec.LostBytes}))
 		}
 		if _, public := errors.AsType[*shard.Error](err); !public {
-			return false
+			return err
 		}
-		return send(closing(frameError, shard.ErrorBody{Error: publicError(err)})) == nil
+		att.Release()
+		return send(closing(frameError, shard.ErrorBody{Error: publicError(err)}))
 	}
 }
 

@@ -93,6 +93,9 @@ func (a *Attachment) Next(ctx context.Context) (message []byte, err error) {
 // Consumed says that n bytes of output were passed on to the client.
 func (a *Attachment) Consumed(n int) { a.r.Consumed(n) }
 
+// Release lets another client attach, once Next has said io.EOF.
+func (a *Attachment) Release() { a.r.Release() }
+
 // Close detaches the client. The command runs on. unread is how many of the bytes passed on the client may not have read.
 func (a *Attachment) Close(unread int64) {
 	a.r.Close(unread)

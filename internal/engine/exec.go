@@ -25,6 +25,9 @@ const (
 	maxRunningDaemon = 256 // in all
 	maxEnded         = 32  // kept in one sandbox
 	maxWanted        = 256 // of these, kept beyond that while a client reads them or is to come
+	// What the agent may have under way of a command's output.
+	outputWindow = guest.Window + guest.Tail
+	outputPieces = 2 * guest.Pieces
 	// stall is how long output is held for the first client.
 	stall = 30 * time.Second
 )
@@ -89,7 +92,7 @@ func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 	_, _ = rand.Read(id)
 	c := sb.newCommand(shard.Exec{ID: hex.EncodeToString(id), Sandbox: sb.id, Command: req.Command, State: shard.ExecRunning,
 		StartedAt: time.Now().UTC().Truncate(time.Microsecond)}, req.TTY, req.Stdin)
-	c.spool = stream.New(filepath.Join(c.dir, "output"), guest.Window)
+	c.spool = stream.New(filepath.Join(c.dir, "output"), outputWindow, outputPieces)
 	if err := e.enter(sb, c); err != nil {
 		return nil, err
 	}

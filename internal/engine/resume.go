@@ -209,14 +209,14 @@ func (e *Engine) loadCommand(sb *sandbox, id string) (*Command, error) {
 	}
 	c := sb.newCommand(h.Exec, h.TTY, h.Stdin)
 	close(c.launched)
-	if c.spool, err = stream.Open(filepath.Join(c.dir, "output"), guest.Window); err != nil {
+	if c.spool, err = stream.Open(filepath.Join(c.dir, "output"), outputWindow, outputPieces); err != nil {
 		if h.Exec.State == shard.ExecExited {
 			return nil, err
 		}
 		// The command runs: better without what it wrote so far than not at all. The agent says how much that is.
 		e.Log.Error("the held output of a running command is lost", "sandbox", sb.id, "exec", id, "err", err)
 		_ = os.Remove(filepath.Join(c.dir, "output"))
-		c.spool = stream.New(filepath.Join(c.dir, "output"), guest.Window)
+		c.spool = stream.New(filepath.Join(c.dir, "output"), outputWindow, outputPieces)
 	}
 	if h.Exec.State != shard.ExecExited {
 		e.execs.Add(1)

@@ -11,7 +11,7 @@ import (
 
 // Sink takes what comes of a command. Its methods are called one at a time, on the goroutine that reads for the whole
 // session: they must not wait, and p is theirs only during the call. Calls may come before Exec or Resume has returned.
-// Output never gives more than Window bytes that were not acknowledged. The last call is Exited or Broken; after Broken
+// Output never gives more than Window bytes that were not acknowledged, and Tail more at the end of a command. The last call is Exited or Broken; after Broken
 // the command may run on, and Resume on a new session continues it.
 type Sink interface {
 	Output(channel byte, p []byte)
@@ -32,28 +32,30 @@ type Command struct {
 // the caller asks OpExecs, or tries Resume, to know. ctx bounds the start only. When Exec fails, sink gets no call any
 // more, and none at all unless ctx ended.
 func (s *Session) Exec(ctx context.Context, spec ExecSpec, sink Sink) (*Command, error) {
-	return s.command(ctx, OpExec, spec.ID, spec, sink)
+	spec.Tail = Tail
+	return s.command(ctx, OpExec, spec.ID, spec, sink, Window+Tail)
 }
 
 // Resume continues a command that an earlier session started. The host holds the first offset bytes of its output;
 // sink gets what comes behind them. ctx bounds the start only.
 func (s *Session) Resume(ctx context.Context, id string, offset int64, sink Sink) (*Command, error) {
-	return s.command(ctx, OpResume, id, ResumeArgs{ID: id, Offset: offset}, sink)
+	return s.command(ctx, OpResume, id, ResumeArgs{ID: id, Offset: offset, Tail: Tail}, sink, Window+Tail)
 }
 
 // Run starts a named process under the agent's supervision; otherwise it is as Exec. The sink gets the output of all its
 // runs; Exited says only that the agent no longer holds it.
 func (s *Session) Run(ctx context.Context, spec ProcessSpec, sink Sink) (*Command, error) {
-	return s.command(ctx, OpRun, spec.ID, spec, sink)
+	return s.command(ctx, OpRun, spec.ID, spec, sink, Window)
 }
 
 // Follow continues the output of a process that an earlier session ran, at Head.Offset.
 func (s *Session) Follow(ctx context.Context, id string, offset int64, sink Sink) (*Command, error) {
-	return s.command(ctx, OpFollow, id, ResumeArgs{ID: id, Offset: offset}, sink)
+	return s.command(ctx, OpFollow, id, ResumeArgs{ID: id, Offset: offset}, sink, Window)
 }
 
-func (s *Session) command(ctx context.Context, op, id string, args any, sink Sink) (*Command, error) {
+func (s *Session) command(ctx context.Context, op, id string, args any, sink Sink, room int) (*Command, error) {
 	c := &Command{ID: id, st: s.newStream(sink)}
+	c.st.room = room
 	if err := c.st.start(ctx, op, args, &c.Head); err != nil {
 		return nil, err
 	}

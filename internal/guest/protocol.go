@@ -41,7 +41,8 @@
 // Credit on an exec's stream means "the host holds these bytes durably": until then the agent keeps them, so that
 // after a new session OpResume with the count of bytes the host holds continues exactly there. While Window bytes are
 // unacknowledged the agent does not read the program's pipes, and the program waits as on any full pipe. When a
-// command has ended, the agent keeps its exit until OpForget.
+// command has ended, the agent keeps its exit until OpForget. Nobody waits any more then: the host takes Tail bytes more, as
+// it says in the arguments, so that it learns of the end however slowly its client reads.
 //
 // # Processes
 //
@@ -76,6 +77,11 @@ const (
 	MaxData    = 64 << 10
 	// Window is the initial credit of each direction of each stream.
 	Window = 1 << 20
+	// Tail is what the host takes of an exec's output beyond Window once the command has ended: what lies in its pipes.
+	Tail = 1 << 20
+	// Pieces is how many pieces of an exec's output, each of one channel, the agent has under way at most, twice as many after
+	// its end. So their heads take no more than a known room where the host holds them.
+	Pieces = 8 << 10
 	// TokenSize and EpochSize are those of the hello.
 	TokenSize = 32
 	EpochSize = 16
@@ -289,6 +295,7 @@ type ExecSpec struct {
 	TTY     bool    `json:"tty,omitempty"`
 	Rows    uint16  `json:"rows,omitempty"`
 	Cols    uint16  `json:"cols,omitempty"`
+	Tail    int     `json:"tail,omitempty"` // bytes beyond Window that the host takes after the end
 }
 
 // ExecHead answers exec and resume. StdinBytes is how much input the agent has taken so far.
@@ -303,6 +310,7 @@ type ExecHead struct {
 type ResumeArgs struct {
 	ID     string `json:"id"`
 	Offset int64  `json:"offset"`
+	Tail   int    `json:"tail,omitempty"` // as in ExecSpec
 }
 
 // ExecsHead lists the commands the agent holds, ended ones that were not forgotten included.

@@ -121,7 +121,7 @@ func TestHostileGuest(t *testing.T) {
 		"data before the head":     {data(1)},
 		"data without a channel":   {head, pack(TypeData, 1, []byte{})},
 		"data of no known channel": {head, pack(TypeData, 1, []byte{3, 1})},
-		"data past the window":     append([][]byte{head}, bytesOf(data(MaxData), Window/MaxData+1)...),
+		"data past the window":     append([][]byte{head}, bytesOf(data(MaxData), (Window+Tail)/MaxData+1)...),
 		"credit past the window":   {head, pack(TypeCredit, 1, []byte{0, 0, 0, 1})},
 		"done before the head":     {pack(TypeDone, 1, Done{Exit: &Exit{}})},
 		"done without an exit":     {head, pack(TypeDone, 1, Done{})},
@@ -147,7 +147,7 @@ func TestHostileGuest(t *testing.T) {
 				t.Errorf("ended with %v (Exec: %v)", g.s.Err(), err)
 			}
 			g.s.Close()
-			if k.output > Window {
+			if k.output > Window+Tail {
 				t.Errorf("the sink got %d bytes", k.output)
 			}
 			if len(k.calls) > 1 || err == nil && len(k.calls) == 0 {

@@ -49,8 +49,8 @@ type state struct {
 
 // Spool is the held output of one command. One goroutine appends; any may use the rest.
 type Spool struct {
-	path   string
-	window int
+	path     string
+	underWay int64 // ring bytes that what is not acknowledged may take
 
 	mu       sync.Mutex
 	f        *os.File // nil until the first byte: most commands write little or nothing
@@ -64,19 +64,21 @@ type Spool struct {
 	closed   bool
 	failed   error
 	reader   *Reader
+	readers  int           // that were not closed
 	changed  chan struct{} // closed and replaced when something a reader waits for changes
 	ack      func(n int)
 }
 
 // New makes an empty spool. The file at path comes with the first byte of output. window is how many unacknowledged bytes
-// the other side may have under way.
-func New(path string, window int) *Spool {
-	return &Spool{path: path, window: window, tailLen: -1, changed: make(chan struct{})}
+// the other side may have under way, in how many pieces of one channel.
+func New(path string, window, pieces int) *Spool {
+	underWay := int64(window) + int64(pieces+2*window/maxFrame)*frameHead
+	return &Spool{path: path, underWay: underWay, tailLen: -1, changed: make(chan struct{})}
 }
 
 // Open takes up a file that an earlier daemon wrote; where there is none, nothing was written.
-func Open(path string, window int) (*Spool, error) {
-	s := New(path, window)
+func Open(path string, window, pieces int) (*Spool, error) {
+	s := New(path, window, pieces)
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
 	if errors.Is(err, fs.ErrNotExist) {
 		return s, nil
@@ -335,13 +337,13 @@ func (s *Spool) readRing(pos int64, p []byte) error {
 }
 
 // takeAck works out what may be acknowledged now: everything, unless a reader is so far behind that what is under way
-// could push out what it has not read. A byte costs at most 1+frameHead bytes of the ring.
+// could push out what it has not read.
 func (s *Spool) takeAck() func() {
 	n := s.st.End - s.acked
 	if n <= 0 || s.ack == nil {
 		return func() {}
 	}
-	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-slack-int64(s.window)*(1+frameHead) {
+	if s.reader != nil && s.st.Head-s.reader.pos > ringSize-slack-s.underWay {
 		return func() {}
 	}
 	s.acked = s.st.End
@@ -366,7 +368,7 @@ func (s *Spool) Finish() {
 
 // rest frees what an ended command's output does not need until somebody reads it: there may be thousands of them.
 func (s *Spool) rest() {
-	if !s.ended || s.reader != nil || s.closed {
+	if !s.ended || s.readers > 0 || s.closed {
 		return
 	}
 	s.scratch = nil
@@ -411,6 +413,7 @@ type Reader struct {
 	s     *Spool
 	pos   int64 // ring position of the frame to read next
 	inner int   // bytes of that frame already read
+	done  bool  // Close was called
 	got   int64 // payload bytes that reached the client, or lie before the first that did
 	sure  int64 // payload bytes that some client surely has, or that are counted as lost
 	buf   []byte
@@ -437,6 +440,7 @@ func (s *Spool) Attach() (*Reader, error) {
 		s.f = f
 	}
 	s.reader = &Reader{s: s, pos: s.st.Tail, inner: int(s.st.Floor - s.st.First), got: s.st.Floor, sure: s.st.Seen}
+	s.readers++
 	return s.reader, nil
 }
 
@@ -522,20 +526,33 @@ func (r *Reader) Consumed(n int) {
 	tell()
 }
 
+// Release lets another reader attach after Next said io.EOF. Close is still to come, with what is known by then.
+func (r *Reader) Release() {
+	r.s.mu.Lock()
+	defer r.s.mu.Unlock()
+	if r.s.reader == r && r.s.ended {
+		r.s.reader = nil
+	}
+}
+
 // Close detaches the reader: another may attach, and the program no longer waits. unread is how many of the last bytes
 // that were passed on may have stayed in a buffer on the way: they count as not read.
 func (r *Reader) Close(unread int64) {
 	s := r.s
 	s.mu.Lock()
 	tell := func() {}
-	if s.reader == r {
-		s.reader = nil
+	if !r.done {
+		r.done = true
+		s.readers--
 		if sure := max(r.sure, r.got-max(unread, 0)); sure < s.st.Seen {
 			s.st.Lost += max(0, min(s.st.Seen, s.st.Floor)-sure) // dropped since, as read
 			s.st.Seen = sure
 			s.note()
 		}
-		tell = s.takeAck()
+		if s.reader == r {
+			s.reader = nil
+			tell = s.takeAck()
+		}
 		s.rest()
 	}
 	s.mu.Unlock()

@@ -39,7 +39,7 @@ func readAll(t testing.TB, s *Spool) (out [3][]byte) {
 
 // TestNewestAreKept: without a reader exactly the newest Held bytes stay, and every other byte is counted.
 func TestNewestAreKept(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"), window)
+	s := New(filepath.Join(t.TempDir(), "out"), window, window)
 	defer s.Close()
 	var all []byte
 	rnd := rand.New(rand.NewPCG(1, 2))
@@ -68,6 +68,70 @@ func TestNewestAreKept(t *testing.T) {
 	}
 }
 
+// TestRelease: behind the end another reader may attach before it is known how much the first has left unread.
+func TestRelease(t *testing.T) {
+	s := New(filepath.Join(t.TempDir(), "out"), window, window)
+	defer s.Close()
+	attach := func() *Reader {
+		t.Helper()
+		r, err := s.Attach()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	read := func(r *Reader) (n int) {
+		t.Helper()
+		for {
+			m, err := r.Next(nil)
+			if err == io.EOF {
+				return n
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += len(m) - 1
+			r.Consumed(len(m) - 1)
+		}
+	}
+	const rest = 1000
+	if err := s.Append(1, make([]byte, Held)); err != nil {
+		t.Fatal(err)
+	}
+	first := attach()
+	stop := make(chan struct{})
+	close(stop)
+	for n := 0; n < Held; {
+		m, err := first.Next(stop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n += len(m) - 1
+		first.Consumed(len(m) - 1)
+	}
+	if first.Release(); !s.Attached() {
+		t.Error("released while output may come")
+	}
+	if err := s.Append(1, make([]byte, rest)); err != nil { // pushes out as much, which was read
+		t.Fatal(err)
+	}
+	s.Finish()
+	if n := read(first); n != rest {
+		t.Errorf("the first read %d bytes more", n)
+	}
+	first.Release()
+	second := attach()
+	if n := read(second); n != Held {
+		t.Errorf("the second read %d bytes", n)
+	}
+	first.Close(Held + 10) // all but 990 of the oldest, 10 of which were dropped since
+	second.Close(0)
+	first.Close(Held)
+	if lost := s.Lost(); lost != 10 {
+		t.Errorf("%d bytes are lost, want 10", lost)
+	}
+}
+
 // TestModel compares with a plain list of bytes: reads + lost = written, whatever the order of appends, reads,
 // detaches and restarts.
 func TestModel(t *testing.T) {
@@ -75,7 +139,7 @@ func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		path := filepath.Join(dir, "out")
 		_ = os.Remove(path)
-		s := New(path, window)
+		s := New(path, window, window)
 		defer func() { s.Close() }()
 		var written, seen, received int64
 		var unacked int64
@@ -149,7 +213,7 @@ func TestModel(t *testing.T) {
 			case 5:
 				s.Close()
 				var err error
-				if s, err = Open(path, window); err != nil {
+				if s, err = Open(path, window, window); err != nil {
 					t.Fatal(err)
 				}
 				watch()
@@ -181,7 +245,7 @@ func TestModel(t *testing.T) {
 // TestReaderHoldsTheProgram: with a reader attached nothing is lost, even when the program changes channel each byte and
 // the reader begins only when the program has come to a halt.
 func TestReaderHoldsTheProgram(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"), window)
+	s := New(filepath.Join(t.TempDir(), "out"), window, window)
 	defer s.Close()
 	free := window // only the program's goroutine, and whoever it waits for, touch it
 	s.OnAck(func(n int) { free += n })
@@ -221,7 +285,7 @@ func TestReaderHoldsTheProgram(t *testing.T) {
 }
 
 func TestOneReader(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"), window)
+	s := New(filepath.Join(t.TempDir(), "out"), window, window)
 	r, err := s.Attach()
 	if err != nil {
 		t.Fatal(err)
@@ -251,7 +315,7 @@ func TestMain(m *testing.M) {
 	if path == "" {
 		os.Exit(m.Run())
 	}
-	s, err := Open(path, window)
+	s, err := Open(path, window, window)
 	if err != nil {
 		panic(err)
 	}
@@ -288,7 +352,7 @@ func TestKilled(t *testing.T) {
 			time.Sleep(time.Duration(30+rand.IntN(60)) * time.Millisecond)
 			_ = cmd.Process.Kill()
 			_ = cmd.Wait()
-			s, err := Open(path, window)
+			s, err := Open(path, window, window)
 			if err != nil {
 				t.Fatalf("round %d with %d: %v", round, most, err)
 			}
@@ -331,7 +395,7 @@ func TestKilled(t *testing.T) {
 // TestGap: output that neither the file nor the program's side holds any more is counted, and what follows is held.
 func TestGap(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "out")
-	s := New(path, window)
+	s := New(path, window, window)
 	_ = s.Append(1, []byte("seen"))
 	r, _ := s.Attach()
 	m, _ := r.Next(nil)
@@ -339,7 +403,7 @@ func TestGap(t *testing.T) {
 	r.Close(0)
 	_ = s.Append(1, []byte("not seen"))
 	_ = s.Close()
-	s, err := Open(path, window)
+	s, err := Open(path, window, window)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -349,7 +413,7 @@ func TestGap(t *testing.T) {
 	}
 	_ = s.Append(2, []byte("after"))
 	_ = s.Close()
-	if s, err = Open(path, window); err != nil {
+	if s, err = Open(path, window, window); err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
@@ -364,7 +428,7 @@ func TestGap(t *testing.T) {
 
 // TestFullDisk: output that cannot be written is counted and acknowledged, and ends no reader.
 func TestFullDisk(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "gone", "out"), window)
+	s := New(filepath.Join(t.TempDir(), "gone", "out"), window, window)
 	defer s.Close()
 	var acked int
 	s.OnAck(func(n int) { acked += n })
@@ -385,7 +449,7 @@ func TestFullDisk(t *testing.T) {
 
 // TestRest: an ended command's output takes no descriptor until somebody reads it, and can be read again.
 func TestRest(t *testing.T) {
-	s := New(filepath.Join(t.TempDir(), "out"), window)
+	s := New(filepath.Join(t.TempDir(), "out"), window, window)
 	defer s.Close()
 	_ = s.Append(1, []byte("kept"))
 	s.Finish()
@@ -408,7 +472,7 @@ func FuzzOpen(f *testing.F) {
 		if err := os.WriteFile(path, append(file, ring...), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		s, err := Open(path, window)
+		s, err := Open(path, window, window)
 		if err != nil {
 			return
 		}
@@ -428,7 +492,7 @@ func FuzzOpen(f *testing.F) {
 }
 
 func BenchmarkThrough(b *testing.B) {
-	s := New(filepath.Join(b.TempDir(), "out"), window)
+	s := New(filepath.Join(b.TempDir(), "out"), window, window)
 	defer s.Close()
 	p := make([]byte, maxFrame)
 	r, _ := s.Attach()

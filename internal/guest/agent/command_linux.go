@@ -64,7 +64,7 @@ func (a *agent) exec(r *request) (guest.Done, error) {
 	if err := a.hold(c, r, &spec, user); err != nil {
 		return guest.Done{}, err
 	}
-	return c.serve(r, 0)
+	return c.serve(r, 0, spec.Tail)
 }
 
 // hold starts c and enters it among the commands, unless the session ends or the sandbox stops first.
@@ -126,12 +126,13 @@ func (a *agent) resume(r *request) (guest.Done, error) {
 	if err != nil {
 		return guest.Done{}, err
 	}
-	return c.serve(r, args.Offset)
+	return c.serve(r, args.Offset, args.Tail)
 }
 
-// serve sends the output behind offset, and the exit when all of it was sent.
-func (c *command) serve(r *request, offset int64) (guest.Done, error) {
-	if !c.out.attach(r, offset) {
+// serve sends the output behind offset, and the exit when all of it was sent. tail is what the host takes beyond the window
+// at the end.
+func (c *command) serve(r *request, offset int64, tail int) (guest.Done, error) {
+	if !c.out.attach(r, offset, min(max(tail, 0), guest.Tail)) {
 		return guest.Done{}, shard.Invalidf("the output of command %s at byte %d is not held", shard.Quote(c.id), offset)
 	}
 	head := guest.ExecHead{PID: c.pid}

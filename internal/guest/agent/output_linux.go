@@ -17,8 +17,7 @@ const (
 	drainQuiet = 200 * time.Millisecond
 	drainMost  = 2 * time.Second
 
-	smallSlab = 4 << 10 // of a command that writes little; later ones have guest.MaxData
-	maxPieces = 8 << 10
+	smallSlab = 4 << 10   // of a command that writes little; later ones have guest.MaxData
 	largePipe = 256 << 10 // more would eat the kernel's budget of pipe pages, which all sandboxes share
 )
 
@@ -50,7 +49,7 @@ func recycle(b []byte) {
 }
 
 // output is what a command, or a process over all its runs, has written and the host does not hold yet, at most
-// guest.Window bytes, in the order in which it was read. The lock comes before a request's. Offsets count the bytes of
+// guest.Window bytes and, after its end, tail more, in the order in which it was read. The lock comes before a request's. Offsets count the bytes of
 // both channels.
 type output struct {
 	mu       sync.Mutex
@@ -63,6 +62,7 @@ type output struct {
 	files    []*os.File
 	ended    time.Time // when the command ended; zero before
 	exit     guest.Exit
+	tail     int
 	sender   *request // the stream that the output goes to
 	sent     int64    // by sender; base ≤ sent ≤ end
 	lasting  bool     // a process's: it is over when it is closed, not when a run has ended
@@ -135,7 +135,7 @@ func (o *output) follow(f *os.File, channel byte) {
 			o.retire(mem)
 			mem = &slab{buf: payloads.Get().(*[guest.MaxData]byte)[:]}
 		}
-		room, ended := o.reserve(len(mem.buf) - mem.used)
+		room, ended := o.reserve(len(mem.buf)-mem.used, must)
 		if !ended.IsZero() {
 			if must < 0 {
 				must = buffered(f)
@@ -145,6 +145,9 @@ func (o *output) follow(f *os.File, channel byte) {
 				return
 			}
 			f.SetReadDeadline(time.Now().Add(drainQuiet))
+		}
+		if room == 0 {
+			continue
 		}
 		free := mem.buf[mem.used : mem.used+room]
 		n, err := f.Read(free)
@@ -193,19 +196,34 @@ func readNow(f *os.File, p []byte) (n int, err error) {
 	return n, err
 }
 
-// reserve waits for room of at most n bytes and takes it.
-func (o *output) reserve(n int) (room int, ended time.Time) {
+// reserve waits for room of at most n bytes and takes it. Once the command has ended there may be none: then the caller
+// finds out what it must read, -1 so far, and waits for no more than drainMost when that is nothing.
+func (o *output) reserve(n, must int) (room int, ended time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for {
-		most := guest.Window
-		if o.lasting && !o.ended.IsZero() {
+		most, pieces := guest.Window, guest.Pieces
+		switch {
+		case o.ended.IsZero():
+		case o.lasting:
 			most += largePipe // the next run, and who waits for this one's end, must not depend on a host that reads
+		default:
+			most, pieces = most+o.tail, 2*pieces
 		}
-		if room = most - int(o.end-o.base) - o.reserved; room > 0 && len(o.pieces) < maxPieces {
+		if room = most - int(o.end-o.base) - o.reserved; room > 0 && len(o.pieces) < pieces {
 			room = min(room, n)
 			o.reserved += room
 			return room, o.ended
+		}
+		if !o.ended.IsZero() && !o.lasting && must <= 0 {
+			rest := time.Until(o.ended.Add(drainMost))
+			if must < 0 || rest < 0 {
+				return 0, o.ended
+			}
+			timer := time.AfterFunc(rest+time.Millisecond, o.wake)
+			o.cond.Wait()
+			timer.Stop()
+			continue
 		}
 		o.cond.Wait()
 	}
@@ -276,15 +294,16 @@ func (o *output) drop(n int) {
 	o.cond.Broadcast()
 }
 
-// attach makes r the sender of what lies behind offset; the host holds what lies before.
-func (o *output) attach(r *request, offset int64) bool {
+// attach makes r the sender of what lies behind offset; the host holds what lies before, and takes tail bytes more than the
+// window at the end.
+func (o *output) attach(r *request, offset int64, tail int) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if offset < o.base || offset > o.end {
 		return false
 	}
 	o.drop(int(offset - o.base))
-	o.sent, o.sender = offset, r
+	o.sent, o.sender, o.tail = offset, r, tail
 	r.mu.Lock()
 	r.out = o
 	r.mu.Unlock()
@@ -305,7 +324,11 @@ func (o *output) next(r *request) (piece, *guest.Exit, error) {
 		if o.sender != r {
 			return piece{}, nil, errGone
 		}
-		if credit := guest.Window - int(o.sent-o.base); o.sent < o.end && credit > 0 {
+		credit := guest.Window - int(o.sent-o.base)
+		if !o.ended.IsZero() {
+			credit += o.tail
+		}
+		if o.sent < o.end && credit > 0 {
 			p := o.pieces[sort.Search(len(o.pieces), func(i int) bool { return o.pieces[i].offset > o.sent })-1]
 			skip := int(o.sent - p.offset)
 			p.data = p.data[skip:min(len(p.data), skip+min(guest.MaxData, credit))]

@@ -218,7 +218,7 @@ func (s *session) take(t guest.Type, id uint32, payload []byte) error {
 		return r.inbox().push(r, payload)
 	case guest.TypeCredit:
 		n := binary.BigEndian.Uint32(payload)
-		if n > guest.Window {
+		if n > guest.Window+guest.Tail {
 			return errProtocol
 		}
 		return r.addCredit(int(n))

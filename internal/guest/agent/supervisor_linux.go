@@ -98,7 +98,7 @@ func (p *process) serve(r *request, offset int64) (guest.Done, error) {
 	p.out.mu.Lock()
 	offset = min(max(offset, p.out.base), p.out.end)
 	p.out.mu.Unlock()
-	if !p.out.attach(r, offset) {
+	if !p.out.attach(r, offset, 0) {
 		return guest.Done{}, errGone // another stream of this process was quicker
 	}
 	if err := r.Head(guest.ExecHead{Offset: offset}); err != nil {
