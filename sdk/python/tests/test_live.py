@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -92,6 +93,69 @@ def test_guide_agent_code(live: host.Host, python_image: str, connect: Callable[
         assert c.run(command.wait()).exit_code == 137
     finally:
         c.run(sandbox.remove(force=True))
+
+
+# The samples of the Python page, in its order, in a program that has a shard and a sandbox.
+GUIDE = """
+result = sandbox.exec("echo $GREETING from $(pwd)", env={"GREETING": "hello"}, workdir="/tmp")
+print(result.stdout)
+
+command = sandbox.exec("sleep 5; echo done", background=True)
+print(command.id)
+result = command.wait(timeout=60)
+
+sandbox.files.write("/root/notes.txt", "hello\\n")
+print(sandbox.files.read_text("/root/notes.txt"), end="")
+
+forward = sandbox.ports.add(9000, 8000)
+print(forward.listening, forward.reachable_on)
+sandbox.ports.remove(9000)
+
+from useshards import Restart
+
+ticker = sandbox.run("for i in 1 2 3; do echo tick $i; done", name="ticker", restart=Restart(policy="no"))
+print(ticker.wait(timeout=60).status.exit)
+print(ticker.logs(), end="")
+
+import os
+
+from useshards import PolicyRule
+
+shard.secrets.set("API_TOKEN", value=os.environ["API_TOKEN"], destinations=["api.example.com"])
+shard.policies.set("api-only", [PolicyRule("allow", "api.example.com")])
+sandbox = shard.create("alpine:3.20", secrets=["API_TOKEN"], policy="api-only", memory_mib=512)
+
+if shard.capabilities().fork:
+    copy = sandbox.fork(name="demo-copy")
+"""
+
+
+def test_guide_python_page(live: host.Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("API_TOKEN", "the-value-of-the-token")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        code = GUIDE.replace("alpine:3.20", IMAGE).replace("9000", str(probe.getsockname()[1]))
+    with Shard(live.remote, live.api_key, ca_file=live.ca_file) as shard:
+        names: dict[str, Any] = {"shard": shard, "sandbox": shard.create(IMAGE)}
+        try:
+            exec(compile(code, "guide", "exec"), names)
+            said = capsys.readouterr().out
+            expected = (
+                r"hello from /tmp\n\n\S+\nhello\n(True|False) .*\nExitStatus\(code=0, signal=0\)\ntick 1\ntick 2\ntick 3\n"
+            )
+            assert re.fullmatch(expected, said), said
+            assert names["result"].stdout == "done\n"
+            held = names["sandbox"]
+            assert (held.info.secrets, held.info.policy, held.exec("echo $API_TOKEN").stdout) == (
+                ["API_TOKEN"],
+                "api-only",
+                "mock-API_TOKEN\n",
+            )
+        finally:
+            for sandbox in shard.list(all=True):
+                sandbox.remove(force=True)
+            shard.secrets.remove("API_TOKEN", force=True)
+            shard.policies.remove("api-only")
 
 
 def test_guide_asyncio(live: host.Host) -> None:
