@@ -5,7 +5,6 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
@@ -135,7 +134,7 @@ func (p *Proxy) Add(sandbox string, links ...Link) error {
 			l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(link.Gateway, port)))
 			if err != nil {
 				c.end()
-				return fmt.Errorf("listen for the web traffic of a sandbox: %w", err)
+				return notListening("the web traffic", err)
 			}
 			c.listeners = append(c.listeners, l)
 		}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/miekg/dns"
@@ -35,17 +36,29 @@ func (e *Enforcer) resolve(ctx context.Context, w *ward, l Link) error {
 	at := net.JoinHostPort(l.Gateway.String(), fmt.Sprint(netns.ResolverPort))
 	udp, err := new(net.ListenConfig).ListenPacket(ctx, "udp", at)
 	if err != nil {
-		return fmt.Errorf("listen for the lookups of a sandbox: %w", err)
+		return notListening("the lookups", err)
 	}
 	tcp, err := new(net.ListenConfig).Listen(ctx, "tcp", at)
 	if err != nil {
 		_ = udp.Close()
-		return fmt.Errorf("listen for the lookups of a sandbox: %w", err)
+		return notListening("the lookups", err)
 	}
 	w.tasks.Go(func() { <-ctx.Done(); _ = udp.Close(); _ = tcp.Close() })
 	w.tasks.Go(func() { e.serveUDP(ctx, w, udp.(*net.UDPConn)) })
 	w.tasks.Go(func() { e.serveTCP(ctx, w, tcp) })
 	return nil
+}
+
+// notListening says why a port on a sandbox's gateway could not be had. A program of the host that listens on every address
+// of such a port takes it away from us.
+func notListening(what string, err error) error {
+	if op, ok := errors.AsType[*net.OpError](err); ok && op.Addr != nil && errors.Is(err, syscall.EADDRINUSE) {
+		if at, e := netip.ParseAddrPort(op.Addr.String()); e == nil {
+			return shard.Errorf(shard.CodeInUse, "port %d (%s) is taken by another program of this host, one that listens on all addresses: "+
+				"shard needs it for %s of sandboxes with a policy or a secret", at.Port(), op.Net, what)
+		}
+	}
+	return fmt.Errorf("listen for %s of a sandbox: %w", what, err)
 }
 
 // serveUDP answers datagrams, maxPerWard at a time: the others wait in the socket, where they are in nobody else's way.

@@ -334,10 +334,14 @@ func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr)
 		e.Log.Warn("the policy of a sandbox is missing: nothing can be reached", "sandbox", s.ID, "policy", s.Policy)
 	}
 	if err := e.Enforcer.Apply(ctx, s.ID, addr, compiled); err != nil {
-		if s.Policy == "" {
-			return shard.Wrap(shard.CodeInternal, err, "sandbox %q, which has secrets, could not be put behind the proxy", s.Ref())
+		code, why := shard.CodeInternal, ""
+		if e, ok := errors.AsType[*shard.Error](err); ok {
+			code, why = e.Code, ": "+e.Message
 		}
-		return shard.Wrap(shard.CodeInternal, err, "policy %q could not be put in force for sandbox %q", s.Policy, s.Ref())
+		if s.Policy == "" {
+			return shard.Wrap(code, err, "sandbox %q, which has secrets, could not be put behind the proxy%s", s.Ref(), why)
+		}
+		return shard.Wrap(code, err, "policy %q could not be put in force for sandbox %q%s", s.Policy, s.Ref(), why)
 	}
 	e.policies.mu.Lock()
 	e.policies.applied[s.ID] = addr
