@@ -108,7 +108,11 @@ func (a *App) create(ctx context.Context, o createOptions) error {
 	case err != nil:
 		return err
 	case sb.State == shard.StateFailed:
-		return fmt.Errorf("sandbox %s could not be created: %s", sb.Ref(), dash(sb.FailedReason))
+		again := "shard remove " + sb.ID + " takes the record of it away"
+		if sb.Name != "" {
+			again = "before another create with this name, shard remove " + sb.Name
+		}
+		return fmt.Errorf("sandbox %s could not be created: %s (%s)", sb.Ref(), dash(sb.FailedReason), again)
 	}
 	if sb.Name != "" {
 		fmt.Fprintf(a.Err, "created %s (%s)\n", sb.Name, sb.ID)
