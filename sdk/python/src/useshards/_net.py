@@ -221,7 +221,10 @@ class AsyncNetStream(httpcore.AsyncNetworkStream):
             return
         with _mapped(httpcore.WriteTimeout, httpcore.WriteError):
             if self._tls is not None:
-                self._tls.write(buffer)
+                with memoryview(buffer) as view:
+                    sent = 0
+                    while sent < len(view):
+                        sent += self._tls.write(view[sent:])
                 buffer = self._out.read()
             await self._wire.write(buffer, timeout)
 
