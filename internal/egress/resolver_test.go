@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -118,6 +119,30 @@ func TestTidy(t *testing.T) {
 	}
 }
 
+// TestTidy6: the same over IPv6, in every form in which an address that leads inside, or of IPv4, can be written.
+func TestTidy6(t *testing.T) {
+	in := &dns.Msg{Answer: records(t,
+		"www.test. 5 IN CNAME cdn.test.",
+		"cdn.test. 60 IN A 203.0.113.9",
+		"cdn.test. 60 IN AAAA 2001:db8::1",
+		"cdn.test. 60 IN AAAA 64:ff9b::203.0.113.9",
+		"cdn.test. 60 IN AAAA fd00::1",
+		"cdn.test. 60 IN AAAA fe80::1",
+		"cdn.test. 60 IN AAAA ::1",
+		"cdn.test. 60 IN AAAA ::10.0.0.1",
+		"cdn.test. 60 IN AAAA ::ffff:10.0.0.1",
+		"cdn.test. 60 IN AAAA ::ffff:203.0.113.9",
+		"cdn.test. 60 IN AAAA 64:ff9b::10.0.0.1",
+		"cdn.test. 60 IN AAAA 2002:a00:1::1",
+		"cdn.test. 60 IN AAAA 2001:0:1::1",
+		"cdn.test. 60 IN AAAA ff02::1")}
+	m, addrs, private, ttl := tidy(in, dns.Question{Name: "www.test.", Qtype: dns.TypeAAAA, Qclass: dns.ClassINET})
+	want := []netip.Addr{netip.MustParseAddr("2001:db8::1"), netip.MustParseAddr("64:ff9b::203.0.113.9")}
+	if !slices.Equal(addrs, want) || !private.IsValid() || ttl.Seconds() != 5 || len(m.Answer) != 3 {
+		t.Errorf("%v %v %v\n%v", addrs, private, ttl, m)
+	}
+}
+
 // FuzzQuestion: whatever a sandbox sends is answered by something that can be read, or not at all.
 func FuzzQuestion(f *testing.F) {
 	for _, qtype := range []uint16{dns.TypeA, dns.TypeTXT, dns.TypeANY} {
@@ -151,6 +176,10 @@ func FuzzAnswer(f *testing.F) {
 	m.SetQuestion("www.test.", dns.TypeA)
 	packet, _ := m.Pack()
 	f.Add(packet)
+	m = &dns.Msg{Answer: records(f, "www.test. 5 IN CNAME cdn.test.", "cdn.test. 60 IN AAAA ::ffff:10.0.0.1", "cdn.test. 60 IN AAAA 2001:db8::1"), Compress: true}
+	m.SetQuestion("www.test.", dns.TypeAAAA)
+	packet, _ = m.Pack()
+	f.Add(packet)
 	f.Fuzz(func(t *testing.T, packet []byte) {
 		in := new(dns.Msg)
 		if in.Unpack(packet) != nil || len(in.Question) == 0 {
@@ -172,6 +201,9 @@ func FuzzAnswer(f *testing.F) {
 		for _, rr := range m.Answer {
 			if a, ok := rr.(*dns.A); ok && q.Qtype == dns.TypeA && !open[a.A.String()] {
 				t.Fatalf("%s is answered and not open", a.A)
+			}
+			if a, ok := rr.(*dns.AAAA); ok && q.Qtype == dns.TypeAAAA && !open[a.AAAA.String()] {
+				t.Fatalf("%s is answered and not open", a.AAAA)
 			}
 		}
 	})

@@ -22,7 +22,7 @@ import (
 )
 
 // census counts what a Net can leave behind on this host.
-type census struct{ links, mounts, tables, elements, claims, files, fds int }
+type census struct{ links, mounts, tables, elements, claims, files, fds, routes, neighbours int }
 
 func count(t *testing.T, dir string) census {
 	t.Helper()
@@ -32,6 +32,15 @@ func count(t *testing.T, dir string) census {
 		t.Fatal(err)
 	}
 	c.links = len(links)
+	routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	neighbours, err := netlink.NeighList(0, netlink.FAMILY_V6)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.routes, c.neighbours = len(routes), len(neighbours)
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		t.Fatal(err)

@@ -35,9 +35,9 @@ var universe = func() []flow {
 
 var (
 	modelNames = []string{"lab.test", "a.lab.test", "b.a.lab.test", "notlab.test", "test", "www.a.com", "www.b.com", "www.com"}
-	modelAddrs = []string{"198.51.100.7", "198.51.100.8", "203.0.113.1", "10.0.0.1", "2001:db8::1", "fd00::1"}
+	modelAddrs = []string{"198.51.100.7", "198.51.100.8", "203.0.113.1", "10.0.0.1", "2001:db8::1", "2001:db8:1::1", "2606:4700::1", "fd00::1", "64:ff9b::a00:1"}
 	modelDests = []string{"any", "any", "*", "lab.test", "*.lab.test", "suffix:lab.test", "www.*.com", "*.*.com", "www.a.com",
-		"198.51.100.7", "198.51.100.0/24", "0.0.0.0/0", "2001:db8::/32", "::/0"}
+		"198.51.100.7", "198.51.100.0/24", "0.0.0.0/0", "2001:db8::/32", "2001:db8:1::/48", "2001:db8::1", "::/0", "2000::/3", "fd00::/8"}
 	modelFlows = []string{"", "", "tcp", "udp", "tcp:22", "tcp:443", "tcp:80,443", "udp:443", "udp:53", "tcp:53", "tcp:1-1024", "udp:20-500"}
 )
 
@@ -373,7 +373,8 @@ func TestFlows(t *testing.T) {
 
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{"a.com tcp:443", "suffix:Bücher.example", "*.*.com udp:1-5,7", "198.51.100.7/24", "::/0", "any", "dns",
-		"xn--bcher-kva.example.", "www.*.", "127.1", "any.", "suffix:any", "１２７.0.0.1", "a。b"} {
+		"xn--bcher-kva.example.", "www.*.", "127.1", "any.", "suffix:any", "１２７.0.0.1", "a。b",
+		"2001:DB8::7/33 udp:53", "2001:db8::1 tcp:22", "::ffff:198.51.100.7", "::ffff:198.51.100.0/120", "fe80::1%eth0", "[2001:db8::1]", "::/0 tcp", "2001:db8::1:443", "1::/129"} {
 		f.Add(seed, true)
 		f.Add(seed, false)
 	}
