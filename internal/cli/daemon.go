@@ -126,5 +126,8 @@ func daemonRows(s *shard.DaemonStatus, now time.Time) [][]string {
 	if s.Proxy.PlainPort != 0 || s.Proxy.TLSPort != 0 {
 		rows = append(rows, []string{"proxy ports", fmt.Sprintf("%d plain, %d TLS", s.Proxy.PlainPort, s.Proxy.TLSPort)})
 	}
+	if s.Preview != "" {
+		rows = append(rows, []string{"previews below", s.Preview})
+	}
 	return rows
 }
