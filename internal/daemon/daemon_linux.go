@@ -296,7 +296,7 @@ func listen(root string) (net.Listener, error) {
 
 // nameservers are those of this host that a sandbox can reach, else public ones. The host's own are often private.
 func nameservers() []string {
-	var out []string
+	var out, six []string // those of IPv4 first: they are there when the host's IPv6 goes
 	data, _ := os.ReadFile("/etc/resolv.conf")
 	for line := range strings.Lines(string(data)) {
 		fields := strings.Fields(line)
@@ -304,10 +304,17 @@ func nameservers() []string {
 			continue
 		}
 		addr, err := netip.ParseAddr(fields[1])
-		if err == nil && addr.Is4() && !netns.Dropped(addr) && len(out) < 3 {
+		switch {
+		case err != nil || netns.Dropped(addr) || addr.Is4In6():
+		case addr.Is4():
 			out = append(out, addr.String())
+		default:
+			six = append(six, addr.String())
 		}
 	}
+	const most = 3 // a C library asks no more
+	out = append(out, six...)
+	out = out[:min(len(out), most)]
 	if len(out) == 0 {
 		return []string{"1.1.1.1", "8.8.8.8"}
 	}

@@ -19,7 +19,7 @@ type Options struct {
 	PullTimeout time.Duration
 	// Insecure are the registries that may be spoken to without verified TLS.
 	Insecure []string
-	// DNS are the IPv4 addresses that sandboxes ask for names; none means the host's public ones, else well-known ones.
+	// DNS are the addresses that sandboxes ask for names; none means the host's public ones, else well-known ones.
 	DNS []string
 	// SecretKeyFile holds the key with which secrets are encrypted at rest; "" is the credential that systemd gives, if any.
 	SecretKeyFile string
@@ -48,8 +48,8 @@ func (o *Options) check() error {
 		return shard.Invalidf("there is no provider %s: choose gvisor or runc", shard.Quote(o.Provider))
 	}
 	for _, a := range o.DNS {
-		if addr, err := netip.ParseAddr(a); err != nil || !addr.Is4() {
-			return shard.Invalidf("dns server %s is not an IPv4 address", shard.Quote(a))
+		if addr, err := netip.ParseAddr(a); err != nil || addr.Is4In6() || addr.Zone() != "" {
+			return shard.Invalidf("dns server %s is not an address of IPv4 or IPv6", shard.Quote(a))
 		}
 	}
 	if len(o.DNS) == 0 {
