@@ -328,10 +328,12 @@ func (h *host) dns(ctx context.Context) Check {
 // ipv6 asks the kernel for a way to a public address; nothing is sent.
 func (h *host) ipv6(ctx context.Context) Check {
 	conn, err := new(net.Dialer).DialContext(ctx, "udp6", "[2001:4860:4860::8888]:53")
-	if err != nil {
+	if err == nil {
+		_ = conn.Close()
+	}
+	if err != nil || !conn.LocalAddr().(*net.UDPAddr).IP.IsGlobalUnicast() {
 		return ok("IPv6", "this host has no way out over it, so sandboxes have none: IPv4 alone")
 	}
-	_ = conn.Close()
 	return ok("IPv6", "sandboxes have it, by this host's address")
 }
 
