@@ -358,6 +358,14 @@ func TestCase035(t *testing.T) {
 		if got := call(t, d, "PUT", "/v0/sandboxes/"+id+"/files?path=/tmp/dir", "x").code(t); got != shard.CodeInvalidRequest {
 			t.Errorf("write to a directory: %s", got)
 		}
+		for path, want := range map[string]string{"files?path=/proc/new": "kernel", "files?path=/tmp/f&mode=": "mode"} {
+			if a := call(t, d, "PUT", "/v0/sandboxes/"+id+"/"+path, "x"); a.code(t) != shard.CodeInvalidRequest || !strings.Contains(string(a.Body), want) {
+				t.Errorf("PUT %s: %d %s", path, a.Status, a.Body)
+			}
+		}
+		if a := call(t, d, "GET", "/v0/sandboxes/"+id+"/archive?path=/proc/cpuinfo", nil); a.code(t) != shard.CodeInvalidRequest {
+			t.Errorf("the tar of a file without a size: %d, %d bytes", a.Status, len(a.Body))
+		}
 		for _, path := range []string{"/", "/proc", "//", "/.", "/tmp/.."} {
 			if a := call(t, d, "DELETE", "/v0/sandboxes/"+id+"/files?recursive=true&path="+url.QueryEscape(path), nil); a.Status < 400 {
 				t.Errorf("remove %q: %d", path, a.Status)
@@ -470,6 +478,20 @@ func TestHostileArchive(t *testing.T) {
 		}
 		if got := sh(t, d, id, "ls /esc /abs /etc/evil /tmp/dev /tmp/fifo 2>/dev/null | wc -l"); got != "0" {
 			t.Errorf("%s of the refused entries exist", got)
+		}
+		// A tree that may not land on this host leaves nothing there, and takes nothing away.
+		sh(t, d, id, "mkdir -p /out/a && echo 1 > /out/a/f && ln -s /etc /out/z")
+		target := filepath.Join(t.TempDir(), "out")
+		refused(t, d.Shard("cp", id+":/out", target), "absolute")
+		if _, err := os.Lstat(target); !os.IsNotExist(err) {
+			t.Errorf("a refused copy left %s (%v)", target, err)
+		}
+		if err := os.Mkdir(target, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		refused(t, d.Shard("cp", id+":/out/.", target), "absolute")
+		if _, err := os.Lstat(target); err != nil {
+			t.Errorf("a refused copy took a directory away: %v", err)
 		}
 		// A tar that is cut.
 		if a := call(t, d, "PUT", "/v0/sandboxes/"+id+"/archive?path=/tmp", buf.Bytes()[:700], "Content-Type", "application/x-tar"); a.Status < 400 {

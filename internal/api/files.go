@@ -111,6 +111,9 @@ func (a *API) putFile(c *call) error {
 	if n := c.r.ContentLength; n < 0 || n == 0 && c.r.Header.Get("Content-Length") == "" {
 		return shard.Invalidf("the request has no Content-Length: say how long the file is")
 	}
+	if _, given := c.query["mode"]; given && c.text("mode") == "" {
+		return shard.Invalidf("query parameter mode is empty: give octal permission bits, or leave it out")
+	}
 	m, err := mode(c.text("mode"))
 	if err != nil {
 		return err

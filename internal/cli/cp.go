@@ -365,5 +365,11 @@ func (a *App) getTree(ctx context.Context, c *client.Client, src location, place
 	defer body.Close()
 	m := a.newMeter(path.Base(src.path), body, 0)
 	defer m.close()
-	return hostfs.Unpack(ctx, m, place.Parent, hostfs.UnpackOptions{Name: place.Name, Owner: owner})
+	target := filepath.Join(place.Parent, place.Name)
+	_, serr := os.Lstat(target)
+	err = hostfs.Unpack(ctx, m, place.Parent, hostfs.UnpackOptions{Name: place.Name, Owner: owner})
+	if err != nil && errors.Is(serr, fs.ErrNotExist) {
+		_ = os.RemoveAll(target) // part of a tree looks like a tree
+	}
+	return err
 }

@@ -449,10 +449,19 @@ func beginPut(args guest.PutArgs, c creds) (*upload, error) {
 		return err
 	})
 	if err != nil {
+		if kernelMade(u.dir) {
+			err = shard.Invalidf("%s: nothing can be made there, since the kernel makes up what that directory holds (proc or sysfs)", u.what)
+		}
 		closeAll(u.dir)
 		return nil, putError(u.what, err)
 	}
 	return u, nil
+}
+
+// kernelMade says whether what an open directory or file is in holds what the kernel makes up: sizes say nothing there.
+func kernelMade(fd int) bool {
+	var fs unix.Statfs_t
+	return fd >= 0 && unix.Fstatfs(fd, &fs) == nil && (fs.Type == unix.PROC_SUPER_MAGIC || fs.Type == unix.SYSFS_MAGIC)
 }
 
 // putError is fileError for a write, where what does not exist is a directory on the way.

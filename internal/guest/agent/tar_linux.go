@@ -56,7 +56,12 @@ func openTar(p string) (shard.FileEntry, *archive, error) {
 	}
 	err = unix.Fstatat(dir, a.base, &a.st, flags)
 	if err == nil {
-		switch a.st.Mode & unix.S_IFMT {
+		kind := a.st.Mode & unix.S_IFMT
+		if kind == unix.S_IFREG && kernelMade(dir) {
+			a.close()
+			return fail(shard.Invalidf("%s is made up by the kernel (proc or sysfs) and cannot be archived: get it as a file", what))
+		}
+		switch kind {
 		case unix.S_IFREG, unix.S_IFDIR, unix.S_IFLNK:
 			return entryOf(&a.st), a, nil
 		}
@@ -158,8 +163,7 @@ func (a *archive) enter(fd int, name string, parent uint64) (level, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(fd, &st)
 	if err == nil && uint64(st.Dev) != parent { //nolint:unconvert // the width of Dev differs
-		var fs unix.Statfs_t
-		if err = unix.Fstatfs(fd, &fs); err == nil && (fs.Type == unix.PROC_SUPER_MAGIC || fs.Type == unix.SYSFS_MAGIC) {
+		if kernelMade(fd) {
 			return level{}, shard.Invalidf("%s holds what the kernel makes up (proc or sysfs) and cannot be archived", shard.Quote(name))
 		}
 	}
