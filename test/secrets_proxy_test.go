@@ -113,11 +113,22 @@ func (s *signer) pem() string {
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.cert.Raw}))
 }
 
-// TestCase071: the value is put into headers inside TLS on port 443 to a destination, and nowhere else; what an echoing
-// host answers holds the placeholder; a placeholder that strays is in the log.
-func TestCase071(t *testing.T) {
+// TestSecretProxy is cases 71, 75 and 78.
+func TestSecretProxy(t *testing.T) {
 	t.Parallel()
-	d := secretDaemon(t, testenv.Options{})
+	trusted, dir := newSigner(t, "trusted"), t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "trusted.pem"), []byte(trusted.pem()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d := secretDaemon(t, testenv.Options{Env: []string{"SSL_CERT_DIR=" + dir}})
+	t.Run("Case071", func(t *testing.T) { onlyHeaders(t, d) })
+	t.Run("Case075", func(t *testing.T) { onlyValidHosts(t, d, trusted) })
+	t.Run("Case078", func(t *testing.T) { untouchedHosts(t, d) })
+}
+
+// onlyHeaders: the value is put into headers inside TLS on port 443 to a destination, and nowhere else; what an echoing
+// host answers holds the placeholder; a placeholder that strays is in the log.
+func onlyHeaders(t *testing.T, d *testenv.Daemon) {
 	lab := d.Lab()
 	got := &arrivals{}
 	lab.Web().Handle("dest.lab.test/", got)
@@ -186,16 +197,9 @@ ask(tls, 443, "other.lab.test", "GET", "/", None, {"Key": p})
 	})
 }
 
-// TestCase075: a value goes to nobody whose certificate is not valid for the destination.
-func TestCase075(t *testing.T) {
-	t.Parallel()
-	trusted, revoked := newSigner(t, "trusted"), newSigner(t, "revoked")
-	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "trusted.pem"), []byte(trusted.pem()), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	d := secretDaemon(t, testenv.Options{Env: []string{"SSL_CERT_DIR=" + dir}})
-	lab := d.Lab()
+// onlyValidHosts: a value goes to nobody whose certificate is not valid for the destination.
+func onlyValidHosts(t *testing.T, d *testenv.Daemon, trusted *signer) {
+	lab, revoked := d.Lab(), newSigner(t, "revoked")
 	got := &arrivals{}
 	alone := &signer{cert: &x509.Certificate{Subject: pkix.Name{CommonName: "alone"}}}
 	urls := []string{}
@@ -221,11 +225,11 @@ func TestCase075(t *testing.T) {
 		got.listen(t, lab, addr+":443", &tls.Config{Certificates: []tls.Certificate{c.by.issue(t, &c.in)}})
 		urls = append(urls, "https://"+host+"/")
 	}
-	setSecret(t, d, "sk-075-0123456789", "--dest", "*.tls.lab.test", "API_TOKEN")
+	setSecret(t, d, "sk-075-0123456789", "--dest", "*.tls.lab.test", "TLS_TOKEN")
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
-		id := box(t, d, provider, "--secret", "API_TOKEN", trustingPython)
+		id := box(t, d, provider, "--secret", "TLS_TOKEN", trustingPython)
 		got.take()
-		lines := send(t, d, id, "API_TOKEN", urls...)
+		lines := send(t, d, id, "TLS_TOKEN", urls...)
 		if all := got.take(); len(all) != 1 || all[0].Header.Get("Authorization") != "Bearer sk-075-0123456789" {
 			t.Errorf("the control: %+v", all)
 		}
@@ -239,7 +243,7 @@ import socket, ssl
 c = ssl._create_unverified_context()
 try:
     s = c.wrap_socket(socket.create_connection(("good.tls.lab.test", 443), timeout=30))
-    s.sendall(b"GET / HTTP/1.1\r\nHost: good.tls.lab.test\r\nKey: mock-API_TOKEN\r\n\r\n")
+    s.sendall(b"GET / HTTP/1.1\r\nHost: good.tls.lab.test\r\nKey: mock-TLS_TOKEN\r\n\r\n")
     print(s.recv(100))
 except OSError as e:
     print("refused")
@@ -250,10 +254,8 @@ except OSError as e:
 	})
 }
 
-// TestCase078: TLS to a host that is no destination is not touched: its own chain is seen, mutual TLS and pinning work.
-func TestCase078(t *testing.T) {
-	t.Parallel()
-	d := secretDaemon(t, testenv.Options{})
+// untouchedHosts: TLS to a host that is no destination is not touched: its own chain is seen, mutual TLS and pinning work.
+func untouchedHosts(t *testing.T, d *testenv.Daemon) {
 	lab := d.Lab()
 	people := newSigner(t, "people")
 	client := people.issue(t, &x509.Certificate{Subject: pkix.Name{CommonName: "somebody"}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
@@ -268,7 +270,7 @@ func TestCase078(t *testing.T) {
 		t.Fatal(err)
 	}
 	pair := string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: client.Certificate[0]})) + string(pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: key}))
-	setSecret(t, d, "sk-078-0123456789", "--dest", "dest.lab.test", "API_TOKEN")
+	setSecret(t, d, "sk-078-0123456789", "--dest", "dest.lab.test", "PIN_TOKEN")
 	const script = `
 import hashlib, http.client, socket, ssl, sys
 def issuer(host):
@@ -286,7 +288,7 @@ print(m.getresponse().status)
 `
 	pin := sha256.Sum256(server.Certificate[0])
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
-		id := box(t, d, provider, "--secret", "API_TOKEN", trustingPython)
+		id := box(t, d, provider, "--secret", "PIN_TOKEN", trustingPython)
 		lines := strings.Split(d.Must("exec", id, "python3", "-c", script, pair, people.pem()), "\n")
 		if len(lines) != 4 || lines[0] != "shard lab CA" || !strings.HasPrefix(lines[1], "shard proxy ") || lines[2] != hex.EncodeToString(pin[:]) || lines[3] != "200" {
 			t.Errorf("%q", lines)
@@ -299,9 +301,16 @@ print(m.getresponse().status)
 func TestSecretClients(t *testing.T) {
 	t.Parallel()
 	archive := testenv.ClientsArchive(t)
-	d := secretDaemon(t, testenv.Options{})
-	lab := d.Lab()
+	lab := testenv.NewLab(t)
+	authorities := filepath.Join(t.TempDir(), "lab.pem")
+	if err := os.WriteFile(authorities, lab.CA(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d := testenv.Start(t, testenv.Options{Lab: lab, Args: []string{"--dns", testenv.LabDNSAddr}, Env: []string{"SSL_CERT_FILE=" + authorities}})
 	lab.ServePackages()
+	for _, name := range []string{"dest.lab.test", "other.lab.test", "evil.lab.test"} {
+		lab.Name(name, testenv.LabWebAddr)
+	}
 	got := &arrivals{}
 	lab.Web().Handle("dest.lab.test/", got)
 	lab.Web().Handle("evil.lab.test/", got)
