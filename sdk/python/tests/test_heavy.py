@@ -194,7 +194,7 @@ def test_a_thousand_waits_that_are_left(live: host.Host) -> None:
 
 
 def test_a_long_wait_ends_with_a_dead_server(live: host.Host, client: Callable[..., Any]) -> None:
-    """wait(timeout=600) on a server that has stopped: no answer of a heartbeat ends it after 20 s, not after 600."""
+    """wait(timeout=600) on a server that has stopped: heartbeats without an answer end it within 30 s."""
     c = client(live.remote, api_key=live.api_key, ca_file=live.ca_file)
     sandbox = c.run(c.shard.create(IMAGE))
     try:
@@ -204,7 +204,7 @@ def test_a_long_wait_ends_with_a_dead_server(live: host.Host, client: Callable[.
             c.run(command.wait(timeout=600))
         took = time.monotonic() - begin
         print(f"a dead server ended wait(timeout=600) after {took:.1f} s")
-        assert took < 120
+        assert took < 60  # twice as long, for a busy machine
         c.run(command.reconnect())
         assert c.run(command.wait(timeout=60)).stdout == "went on\n"
     finally:

@@ -167,13 +167,13 @@ def bounds(timeout: float | None, *, read: bool) -> dict[str, float | None]:
     return {"connect": timeout, "read": timeout if read else None, "write": timeout, "pool": None}
 
 
-def failure(exc: Exception, settings: Settings) -> ShardError:
+def failure(exc: Exception, request: Request, where: str) -> ShardError:
     """What a failed exchange means to the caller. The server is named, the request is not."""
-    where = settings.remote
+    bound = request.extensions["timeout"]["connect"]
     if isinstance(exc, httpcore.ConnectTimeout):
-        return ShardConnectionError(f"cannot reach {where}: no connection within {settings.timeout:g} s")
+        return ShardConnectionError(f"cannot reach {where}: no connection within {bound:g} s")
     if isinstance(exc, httpcore.TimeoutException):
-        return ShardConnectionError(f"{where} gave no answer within {settings.timeout:g} s")
+        return ShardConnectionError(f"{where} gave no answer within {bound:g} s")
     if isinstance(exc, httpcore.ConnectError):
         return ShardConnectionError(f"cannot reach {where}: {str(exc) or 'the connection was refused'}")
     if isinstance(exc, httpcore.RemoteProtocolError):

@@ -91,12 +91,17 @@ class AsyncTransport:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         waits: bool = False,
+        within: float | None = None,
     ) -> Any:
-        """A request with a JSON answer, None when the answer has no body. `waits` takes the bound off the answer."""
+        """A request with a JSON answer, None when the answer has no body.
+
+        `waits` takes the bound off the answer; `within` is a shorter one than the client's, in seconds.
+        """
         headers, content = {}, None
         if body is not None:
             headers, content = {"Content-Type": "application/json"}, _encode(body)
-        async with self.open(method, path, query=query, content=content, headers=headers, waits=waits) as response:
+        asked = self.open(method, path, query=query, content=content, headers=headers, waits=waits, within=within)
+        async with asked as response:
             data = await self._read_all(response, waits=waits)
         if response.status_code == 204 or (not data and method == "DELETE"):
             return None
@@ -152,9 +157,10 @@ class AsyncTransport:
         headers: Mapping[str, str] | None = None,
         waits: bool = False,
         streams: bool = False,
+        within: float | None = None,
     ) -> AsyncGenerator[AsyncResponse]:
         """An answer whose body is still to be read; `streams` takes the bound off the body. A refusal is raised."""
-        request = self._request(method, path, query, content, headers or {}, waits=waits)
+        request = self._request(method, path, query, content, headers or {}, waits=waits, within=within)
         response = await self._send(request)
         try:
             if not 200 <= response.status_code < 300:
@@ -163,7 +169,7 @@ class AsyncTransport:
                 request.extensions["timeout"]["read"] = None
             yield response
         except TransportError as exc:
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         finally:
             await response.aclose()
 
@@ -176,7 +182,8 @@ class AsyncTransport:
             "Sec-WebSocket-Version": "13",
             "Sec-WebSocket-Key": key,
         }
-        response = await self._send(self._request("GET", path, query, None, headers, waits=False))
+        request = self._request("GET", path, query, None, headers, waits=False)
+        response = await self._send(request)
         try:
             if response.status_code != 101:
                 if 200 <= response.status_code < 300:
@@ -190,7 +197,7 @@ class AsyncTransport:
             return AsyncSocket(response)
         except TransportError as exc:
             await response.aclose()
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         except BaseException:
             await response.aclose()
             raise
@@ -204,12 +211,14 @@ class AsyncTransport:
         headers: Mapping[str, str],
         *,
         waits: bool,
+        within: float | None = None,
     ) -> Request:
         if self._closed:
             raise RuntimeError("this client is closed")
         if query:
             path += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
-        extensions = {"timeout": bounds(self._settings.timeout, read=not waits)}
+        timeout = min((t for t in (self._settings.timeout, within) if t is not None), default=None)
+        extensions = {"timeout": bounds(timeout, read=not waits)}
         return self._client.request(method, path, content=content, headers=headers, extensions=extensions)
 
     async def _send(self, request: Request) -> AsyncResponse:
@@ -239,7 +248,7 @@ class AsyncTransport:
         try:
             return await sending.wait(send, drop, self._strays)
         except TransportError as exc:
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         finally:
             let_go()
 

@@ -34,6 +34,10 @@ _STDIN, _EXIT, _STDIN_CLOSED, _ERROR = b"\x00", 3, b"\x04", 5
 # One message of input, in bytes.
 _PIECE = 64 << 10
 
+# How long the server may take to say what became of a command whose stream is gone, in seconds. With the two heartbeats
+# that found it silent, and asked twice, a dead server ends a wait within 30 s.
+_EXPLAIN = 5.0
+
 # Another client's attachment may still be on its way out: how often, in seconds, and how long it is tried again.
 _RETRY_EVERY, _RETRY_FOR = 0.05, 2.0
 
@@ -122,7 +126,7 @@ class Attachment:
         )
 
     def _record(self) -> CommandInfo:
-        answer = self._transport.call("GET", command_path(self._sandbox_id, self._id))
+        answer = self._transport.call("GET", command_path(self._sandbox_id, self._id), within=_EXPLAIN)
         return read(answer, command_info, "a command")
 
     def _runs(self) -> bool:

@@ -92,12 +92,17 @@ class Transport:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         waits: bool = False,
+        within: float | None = None,
     ) -> Any:
-        """A request with a JSON answer, None when the answer has no body. `waits` takes the bound off the answer."""
+        """A request with a JSON answer, None when the answer has no body.
+
+        `waits` takes the bound off the answer; `within` is a shorter one than the client's, in seconds.
+        """
         headers, content = {}, None
         if body is not None:
             headers, content = {"Content-Type": "application/json"}, _encode(body)
-        with self.open(method, path, query=query, content=content, headers=headers, waits=waits) as response:
+        asked = self.open(method, path, query=query, content=content, headers=headers, waits=waits, within=within)
+        with asked as response:
             data = self._read_all(response, waits=waits)
         if response.status_code == 204 or (not data and method == "DELETE"):
             return None
@@ -153,9 +158,10 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         waits: bool = False,
         streams: bool = False,
+        within: float | None = None,
     ) -> Generator[Response]:
         """An answer whose body is still to be read; `streams` takes the bound off the body. A refusal is raised."""
-        request = self._request(method, path, query, content, headers or {}, waits=waits)
+        request = self._request(method, path, query, content, headers or {}, waits=waits, within=within)
         response = self._send(request)
         try:
             if not 200 <= response.status_code < 300:
@@ -164,7 +170,7 @@ class Transport:
                 request.extensions["timeout"]["read"] = None
             yield response
         except TransportError as exc:
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         finally:
             response.close()
 
@@ -177,7 +183,8 @@ class Transport:
             "Sec-WebSocket-Version": "13",
             "Sec-WebSocket-Key": key,
         }
-        response = self._send(self._request("GET", path, query, None, headers, waits=False))
+        request = self._request("GET", path, query, None, headers, waits=False)
+        response = self._send(request)
         try:
             if response.status_code != 101:
                 if 200 <= response.status_code < 300:
@@ -191,7 +198,7 @@ class Transport:
             return Socket(response)
         except TransportError as exc:
             response.close()
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         except BaseException:
             response.close()
             raise
@@ -205,12 +212,14 @@ class Transport:
         headers: Mapping[str, str],
         *,
         waits: bool,
+        within: float | None = None,
     ) -> Request:
         if self._closed:
             raise RuntimeError("this client is closed")
         if query:
             path += "?" + urlencode(query, quote_via=quote, safe="", errors="surrogateescape")
-        extensions = {"timeout": bounds(self._settings.timeout, read=not waits)}
+        timeout = min((t for t in (self._settings.timeout, within) if t is not None), default=None)
+        extensions = {"timeout": bounds(timeout, read=not waits)}
         return self._client.request(method, path, content=content, headers=headers, extensions=extensions)
 
     def _send(self, request: Request) -> Response:
@@ -240,7 +249,7 @@ class Transport:
         try:
             return sending.wait(send, drop, self._strays)
         except TransportError as exc:
-            raise failure(exc, self._settings) from exc
+            raise failure(exc, request, self.remote) from exc
         finally:
             let_go()
 
