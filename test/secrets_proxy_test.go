@@ -341,6 +341,9 @@ func TestSecretClients(t *testing.T) {
 				t.Errorf("%s: %q, %+v", name, out, all)
 			}
 		}
+		if r := d.Shard("exec", "--user", "1000:1000", id, "get-curl", "https://dest.lab.test/", "Key: "+mock); r.Code != 0 || got.take()[0].Header.Get("Key") != value {
+			t.Errorf("as another user: %+v", r)
+		}
 		basic := "Basic " + base64.StdEncoding.EncodeToString([]byte("user:"+value))
 		sh(t, d, id, `curl -sS -u "user:$API_TOKEN" https://dest.lab.test/; curl -sS "https://user:$API_TOKEN@dest.lab.test/"`)
 		if all := got.take(); len(all) != 2 || all[0].Header.Get("Authorization") != basic || all[1].Header.Get("Authorization") != basic {
