@@ -153,7 +153,7 @@ func newWorld(t *testing.T) *world {
 	}
 	t.Cleanup(func() {
 		err := rt.LinkDel(veth)
-		for _, a := range append(hostOthers, hostOthers6...) {
+		for _, a := range slices.Concat(hostOthers, hostOthers6) {
 			err = errors.Join(err, rt.AddrDel(hostLo, &netlink.Addr{IPNet: hostNet(a)}))
 		}
 		ns.close()
@@ -195,6 +195,14 @@ func newWorld(t *testing.T) *world {
 	}
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
+	}
+	for at, addrs := range map[*netlink.Handle][]string{rt: slices.Concat(hostOthers6, []string{hostUplink6}), ns.rt: slices.Concat(worldPublic6, worldHidden6)} {
+		for _, a := range addrs { // the kernel sees to it in the background
+			eventually(t, "a way to "+a, func() bool {
+				routes, err := at.RouteGet(net.ParseIP(a))
+				return err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL
+			})
+		}
 	}
 	w.listen("host", "")
 	w.listen("world", w.path)

@@ -228,8 +228,24 @@ func (l *Lab) own(in *space, address string) {
 	if err == nil {
 		err = in.rt.AddrAdd(lo, labAddr(addr, addr.BitLen()))
 	}
+	if err == nil && addr.Is6() {
+		err = in.routed(addr)
+	}
 	if err != nil {
 		l.t.Fatalf("give %s to the lab's %s: %v", addr, in.name, err)
+	}
+}
+
+// routed waits until the kernel leads packets to an address of IPv6 that it has just been given, which it sees to in the background.
+func (s *space) routed(addr netip.Addr) error {
+	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+		routes, err := s.rt.RouteGet(addr.AsSlice())
+		if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
+			return nil
+		}
+		if time.Now().After(deadline) {
+			return fmt.Errorf("no way leads to %s: %v, %v", addr, routes, err)
+		}
 	}
 }
 
@@ -288,6 +304,7 @@ func (l *Lab) connect() error {
 	}
 	// The world knows its way back through the host, so that nothing but the product keeps it out of sandboxes.
 	return errors.Join(
+		l.host.routed(netip.MustParseAddr(LabHostAddr6)), l.world.routed(netip.MustParseAddr(labGateway6)),
 		l.host.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(labGateway)}),
 		l.world.rt.RouteAdd(&netlink.Route{Gw: net.ParseIP(LabHostAddr)}),
 		l.neighbour6(l.host, labGateway6, macs[l.world]), l.neighbour6(l.world, LabHostAddr6, macs[l.host]),
