@@ -147,31 +147,21 @@ func (p *preview) Addr() net.Addr { return p.gate.Addr() }
 
 // visitor is the connection of a browser, from its first head on.
 type visitor struct {
-	net.Conn
-	conn  *conn
-	first []byte // what was read already
-	once  sync.Once
-	gone  chan struct{}
+	replayed
+	conn *conn
+	once sync.Once
+	gone chan struct{}
 }
 
 // visit hands the connection over, and waits for its end.
 func (p *preview) visit(c *conn, first []byte) {
-	v := &visitor{Conn: c.Conn, conn: c, first: first, gone: make(chan struct{})}
+	v := &visitor{replayed: replayed{Conn: c.Conn, first: first}, conn: c, gone: make(chan struct{})}
 	_ = c.raw.SetDeadline(time.Time{})
 	select {
 	case p.visitors <- v:
 		<-v.gone
 	case <-p.closing:
 	}
-}
-
-func (v *visitor) Read(b []byte) (int, error) {
-	if len(v.first) > 0 {
-		n := copy(b, v.first)
-		v.first = v.first[n:]
-		return n, nil
-	}
-	return v.Conn.Read(b)
 }
 
 // Write cuts a client that takes nothing.
