@@ -3,6 +3,7 @@ package test
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/useshards/shard/internal/testenv"
 )
@@ -112,7 +113,12 @@ func TestFlush(t *testing.T) {
 		works("after the attack")
 		quiet("with a daemon")
 		d.Kill9()
+		nft("flush", "ruleset")
+		for _, c := range append(private, public) {
+			c.Control() // forgets a packet that was between two chains when they went
+		}
 		attack()
+		time.Sleep(300 * time.Millisecond) // while they send
 		quiet("without a daemon")
 		d.Restart()
 		works("with the next daemon")

@@ -30,7 +30,9 @@ import (
 //     (The kernel itself sees to it that IPv4 sources are true: rp_filter.)
 //   - The kernel tells of every change that was not ours; the table is then put up again.
 //
-// Before the owner came, the host's own addresses are open while the table is gone: their routing comes first.
+// Before the owner came, and while there is no daemon to own the table, two things are left when it is taken away: the host's
+// own addresses are open until it is up again, since their routing comes first, and so is the way of a packet that was
+// between two chains at that moment.
 
 // Bits of a packet's mark: of ours alone, and of sandboxes' packets alone.
 const (

@@ -19,7 +19,7 @@ import (
 )
 
 // restriction is the rules of one sandbox and what the kernel holds of them: a chain that its verdict in the map egress
-// leads to, a chain for each way to be refused, and a set for each rule that is fed. Each restriction has names of its
+// leads to, a chain for each way to be refused, and sets of what its rules are fed. Each restriction has names of its
 // own, so that one transaction can put up the next, switch the verdict and take down the one before.
 type restriction struct {
 	Rules
@@ -28,11 +28,14 @@ type restriction struct {
 }
 
 func (r *restriction) chain() string { return r.stem }
-func (r *restriction) set(i int, f family) string {
+func (r *restriction) set(f family) string {
 	if f == v6 {
-		return fmt.Sprintf("%s_set%d_6", r.stem, i)
+		return r.stem + "_fed6"
 	}
-	return fmt.Sprintf("%s_set%d", r.stem, i)
+	return r.stem + "_fed"
+}
+func (r *restriction) isFed() bool {
+	return slices.ContainsFunc(r.Rules.Rules, func(it Rule) bool { return it.Fed })
 }
 func (r *restriction) refusal(i int) string { return fmt.Sprintf("%s_deny%d", r.stem, i) } // len(Rules.Rules): the default
 func (r *restriction) usesSet(i int) bool   { return r.Rules.Rules[i].Fed }
@@ -180,11 +183,9 @@ func (t *table) forget(c *nftables.Conn, r *restriction) {
 	for _, name := range chains {
 		c.DelChain(&nftables.Chain{Table: t.nft, Name: name})
 	}
-	for i := range r.Rules.Rules {
-		if r.usesSet(i) {
-			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i, v4)})
-			c.DelSet(&nftables.Set{Table: t.nft, Name: r.set(i, v6)})
-		}
+	if r.isFed() {
+		c.DelSet(t.fedSet(r, v4, 0))
+		c.DelSet(t.fedSet(r, v6, 0))
 	}
 }
 
@@ -235,11 +236,11 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 	err := t.locked(func(c *nftables.Conn) error {
 		for _, f := range all {
 			for _, of := range []family{v4, v6} {
-				set := t.fedSet(r, f.rule, of, 0)
+				set := t.fedSet(r, of, 0)
 				var elements []nftables.SetElement
 				for _, a := range f.addrs {
 					if a.Is4() == (of == v4) {
-						elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: max(time.Until(until), time.Millisecond)})
+						elements = append(elements, nftables.SetElement{Key: fedKey(f.rule, a), Timeout: max(time.Until(until), time.Millisecond)})
 					}
 				}
 				if elements == nil {
@@ -264,12 +265,27 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 	return nil
 }
 
-func (t *table) fedSet(r *restriction, i int, f family, id uint32) *nftables.Set {
+// fedSet holds, of each family, what all rules of a restriction were fed, by rule: the kernel looks through all sets of the
+// table for each rule that it adds, so they must be few.
+func (t *table) fedSet(r *restriction, f family, id uint32) *nftables.Set {
 	kind := nftables.TypeIPAddr
 	if f == v6 {
 		kind = nftables.TypeIP6Addr
 	}
-	return &nftables.Set{Table: t.nft, ID: id, Name: r.set(i, f), HasTimeout: true, KeyType: kind, Size: 2 * MaxFed}
+	return &nftables.Set{Table: t.nft, ID: id, Name: r.set(f), HasTimeout: true, Concatenation: true,
+		KeyType: nftables.MustConcatSetType(nftables.TypeMark, kind)}
+}
+
+func fedKey(rule int, addr netip.Addr) []byte {
+	return append(binary.BigEndian.AppendUint32(nil, uint32(rule)), addr.AsSlice()...)
+}
+
+// wasFed matches packets to what the rule was fed.
+func (f family) wasFed(rule int, set *nftables.Set) []expr.Any {
+	const key, behind = 8, 9 // NFT_REG32_00 and the one after
+	return append(f.is(), &expr.Immediate{Register: key, Data: binary.BigEndian.AppendUint32(nil, uint32(rule))},
+		&expr.Payload{DestRegister: behind, Base: expr.PayloadBaseNetworkHeader, Offset: f.to, Len: f.length},
+		&expr.Lookup{SourceRegister: key, SetName: set.Name, SetID: set.ID})
 }
 
 // setNumber is a number by which the batch under way names a new set. The caller holds mu.
@@ -294,22 +310,26 @@ func (t *table) describeRestriction(c *nftables.Conn, r *restriction) error {
 		return goTo(deny)
 	}
 	now := time.Now()
+	fed := map[family]*nftables.Set{}
+	if r.isFed() {
+		for _, f := range []family{v4, v6} {
+			fed[f] = t.fedSet(r, f, t.setNumber())
+			var elements []nftables.SetElement
+			for i, addrs := range r.fed {
+				for a, end := range addrs {
+					if left := end.Sub(now); left > time.Millisecond && a.Is4() == (f == v4) {
+						elements = append(elements, nftables.SetElement{Key: fedKey(i, a), Timeout: left})
+					}
+				}
+			}
+			errs = append(errs, c.AddSet(fed[f], elements))
+		}
+	}
 	for i := range r.Rules.Rules {
 		it := &r.Rules.Rules[i]
 		abouts := [][]expr.Any{destination(it)}
 		if it.Fed {
-			abouts = nil
-			for _, f := range []family{v4, v6} {
-				set := t.fedSet(r, i, f, t.setNumber())
-				var elements []nftables.SetElement
-				for a, end := range r.fed[i] {
-					if left := end.Sub(now); left > time.Millisecond && a.Is4() == (f == v4) {
-						elements = append(elements, nftables.SetElement{Key: a.AsSlice(), Timeout: left})
-					}
-				}
-				errs = append(errs, c.AddSet(set, elements))
-				abouts = append(abouts, slices.Concat(f.destination(), lookup(set, true)))
-			}
+			abouts = [][]expr.Any{v4.wasFed(i, fed[v4]), v6.wasFed(i, fed[v6])}
 		}
 		then := verdict(expr.VerdictAccept)
 		if !it.Allow {
@@ -363,11 +383,17 @@ func (t *table) traffic(c *nftables.Conn, r *Rule) (matches [][]expr.Any, err er
 		if len(part.ports) == 0 {
 			continue
 		}
+		// A set costs the kernel more than some rules: it looks through all sets of the table for each.
+		const few = 8
 		match := protocol(part.protocol)
-		switch p := part.ports[0]; {
+		switch {
 		case slices.Equal(part.ports, everyPort):
-		case len(part.ports) == 1 && p.From == p.To:
-			match = append(match, portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(p.From)})
+		case len(part.ports) <= few:
+			for _, p := range part.ports {
+				matches = append(matches, append(protocol(part.protocol), portOf(),
+					&expr.Range{Op: expr.CmpOpEq, Register: 1, FromData: portNumber(p.From), ToData: portNumber(p.To)}))
+			}
+			continue
 		default:
 			set := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "__set%d", Anonymous: true, Constant: true, Interval: true,
 				KeyType: nftables.TypeInetService}
