@@ -6,6 +6,7 @@
 //	make bench                               everything
 //	make bench BENCH='-n 5 -provider runc'   less of it
 //	make bench BENCH=sdk                     what the SDKs add to the raw API, and move
+//	make bench BENCH=egress                  what the proxy and the resolver add, and how fast rules change
 //	make bench BENCH=secrets                 what a secret costs at the proxy
 package main
 
@@ -31,6 +32,13 @@ import (
 )
 
 func main() {
+	if task := os.Getenv(visitor); task != "" {
+		if err := visitNow(task); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	n := flag.Int("n", 20, "samples of each `number`")
 	out := flag.String("json", "build/bench.json", "`file` for the samples")
 	only := flag.String("provider", "", "measure this `provider` alone")
@@ -40,9 +48,9 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	o := options{n: *n, out: *out, only: *only, density: *density, records: *records, bin: *bin, sdk: flag.Arg(0) == "sdk", secrets: flag.Arg(0) == "secrets"}
-	if flag.NArg() > 1 || flag.NArg() == 1 && !o.sdk && !o.secrets {
-		fmt.Fprintf(os.Stderr, "bench: %s is none of its parts: sdk, secrets, or none for all but sdk\n", flag.Args())
+	o := options{n: *n, out: *out, only: *only, density: *density, records: *records, bin: *bin, part: flag.Arg(0)}
+	if flag.NArg() > 1 || !slices.Contains([]string{"", "sdk", "secrets", "egress"}, o.part) {
+		fmt.Fprintf(os.Stderr, "bench: %s is none of its parts: sdk, secrets, egress, or none for all but sdk\n", flag.Args())
 		os.Exit(2)
 	}
 	if err := run(ctx, o); err != nil {
@@ -54,7 +62,7 @@ func main() {
 type options struct {
 	n, density, records int
 	out, only, bin      string
-	sdk, secrets        bool // these alone
+	part                string // this alone; empty is everything but sdk
 }
 
 // bench is one run.
@@ -95,7 +103,7 @@ func run(ctx context.Context, o options) (err error) {
 	}
 	b.report.host()
 	for _, p := range providers {
-		if o.only != "" && p.Name != o.only || o.secrets {
+		if o.part != "" && o.part != "sdk" || o.only != "" && p.Name != o.only {
 			continue
 		}
 		if !p.Available {
@@ -103,20 +111,21 @@ func run(ctx context.Context, o options) (err error) {
 			continue
 		}
 		measure := b.provider
-		if o.sdk {
+		if o.part == "sdk" {
 			measure = b.sdk
 		}
 		if err := measure(p.Name); err != nil {
 			return fmt.Errorf("%s: %w", p.Name, err)
 		}
 	}
-	if !o.sdk && !o.secrets {
-		if err := b.common(); err != nil {
-			return err
+	for _, part := range []struct {
+		name    string
+		measure func() error
+	}{{"", b.common}, {"egress", b.egress}, {"secrets", b.secrets}} {
+		if o.part != "" && o.part != part.name {
+			continue
 		}
-	}
-	if !o.sdk {
-		if err := b.secrets(); err != nil {
+		if err := part.measure(); err != nil {
 			return err
 		}
 	}

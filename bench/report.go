@@ -19,7 +19,7 @@ type report struct {
 // row is one number: samples of ours beside samples of its floor.
 type row struct {
 	Name   string    `json:"name"`
-	Unit   string    `json:"unit"` // ms, MB/s, MB, /s
+	Unit   string    `json:"unit"` // ms, µs, MB/s, MB, /s
 	Ours   []float64 `json:"ours"`
 	Floor  []float64 `json:"floor,omitempty"`
 	What   string    `json:"floor_is,omitempty"`
