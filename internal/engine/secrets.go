@@ -311,7 +311,7 @@ func (e *Engine) watchMisuses() {
 			sb := e.sandboxes[m.Sandbox]
 			e.mu.Unlock()
 			if sb != nil {
-				e.misused(sb, m)
+				e.wg.Go(func() { e.misused(sb, m) })
 			}
 		}
 		select {
@@ -324,7 +324,11 @@ func (e *Engine) watchMisuses() {
 func (e *Engine) misused(sb *sandbox, m secret.Misuse) {
 	e.Log.Warn("a sandbox sent a placeholder where its value must not go", "sandbox", sb.id, "secret", m.Secret, "host", m.Host,
 		"reason", m.Reason, "times", m.Count)
-	if err := sb.update(func(r *record) {
+	unlock, err := sb.lock(e.ctx, shard.VerbGet) // so that no removed record comes back
+	if err != nil {
+		return
+	}
+	err = sb.update(func(r *record) {
 		list := slices.Clone(r.Sandbox.Misuses)
 		i := slices.IndexFunc(list, func(old shard.SecretMisuse) bool { return old.Secret == m.Secret })
 		if i < 0 {
@@ -333,21 +337,21 @@ func (e *Engine) misused(sb *sandbox, m secret.Misuse) {
 		list[i].Count += m.Count
 		list[i].LastAt, list[i].Host, list[i].Reason = m.At, m.Host, m.Reason
 		r.Sandbox.Misuses = list
-	}); err != nil {
+	})
+	unlock()
+	if err != nil {
 		e.Log.Error("store a misuse of a secret", "sandbox", sb.id, "err", err)
 	}
 	sec, err := e.Secrets.Get(m.Secret)
 	if err != nil || sec.OnMisuse == secret.OnMisuseNone {
 		return
 	}
-	e.wg.Go(func() {
-		if err := e.punish(sb, m); err != nil {
-			e.Log.Error("stop a sandbox that misused a secret", "sandbox", sb.id, "err", err)
-		}
-	})
+	if err := e.punish(sb, m); err != nil {
+		e.Log.Error("stop a sandbox that misused a secret", "sandbox", sb.id, "err", err)
+	}
 }
 
-// punish stops a sandbox that misused a secret.
+// punish stops a sandbox that misused a secret: pause is refused where a provider cannot, which is all of them so far.
 func (e *Engine) punish(sb *sandbox, m secret.Misuse) error {
 	unlock, err := sb.lock(e.ctx, shard.VerbStop)
 	if err != nil {
