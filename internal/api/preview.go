@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/useshards/shard"
-	"github.com/useshards/shard/internal/engine"
+	"github.com/useshards/shard/internal/guest"
 )
 
 // previewLife is how long an origin of preview addresses is remembered: shard serve says it again every few seconds, so that
@@ -72,7 +72,7 @@ func (a *API) dial(c *call) error {
 	}
 	defer conn.Close()
 	c.sent = true
-	duplex, ok := conn.(engine.Duplex)
+	duplex, ok := conn.(guest.Duplex)
 	if !ok || rw.Reader.Buffered() > 0 {
 		return nil // it did not wait
 	}

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/useshards/shard"
-	"github.com/useshards/shard/internal/provider"
 )
 
 // forward listens on one host port while its sandbox runs, and passes each connection on to the sandbox. Nothing that
@@ -219,89 +218,14 @@ func abort(tcp *net.TCPConn) {
 	_ = tcp.Close()
 }
 
-// relay dials the sandbox and passes bytes both ways until both sides have ended, each at its own time.
+// relay dials the sandbox and passes bytes both ways until both sides have ended.
 func (f *forward) relay(c *connection, guestPort int) error {
 	ctx, cancel := context.WithTimeout(c.ctx, dialTime)
 	defer cancel()
-	p, err := f.sb.e.providerNamed(f.sb.record().Sandbox.Provider)
+	l, err := f.sb.dial(ctx, guestPort)
 	if err != nil {
 		return err
 	}
-	if n, ok := p.(provider.Networked); ok && n.SharesLoopback() {
-		return f.relayDirect(ctx, c, guestPort)
-	}
-	return f.relayThroughAgent(ctx, c, guestPort)
-}
-
-// relayDirect needs no help of the guest: both sockets are of this kernel. It takes a second slot, for the second
-// descriptor.
-func (f *forward) relayDirect(ctx context.Context, c *connection, guestPort int) error {
-	all := f.sb.e.ports.all()
-	if !take(ctx, all) {
-		return ctx.Err()
-	}
-	defer func() { <-all }()
-	guest, err := f.sb.e.Net.DialLoopback(ctx, f.sb.id, guestPort)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = guest.Close() }()
-	ctx, cut := context.WithCancel(c.ctx)
-	defer cut()
-	defer context.AfterFunc(ctx, func() {
-		_ = guest.SetDeadline(time.Unix(1, 0))
-		_ = c.tcp.SetDeadline(time.Unix(1, 0))
-	})()
-	pass := func(to, from *net.TCPConn) error {
-		err := f.sb.e.ports.pass(ctx, to, from)
-		if err != nil {
-			cut()
-		}
-		return err
-	}
-	sent := make(chan error, 1)
-	go func() { sent <- pass(guest, c.tcp) }()
-	err = pass(c.tcp, guest)
-	if failed := <-sent; err == nil {
-		err = failed
-	}
-	if err != nil {
-		_ = guest.SetLinger(0) // half a transfer must not look whole to the guest either
-	}
-	return err
-}
-
-func (f *forward) relayThroughAgent(ctx context.Context, c *connection, guestPort int) error {
-	session, err := f.sb.session(ctx)
-	if err != nil {
-		return err
-	}
-	st, err := session.Dial(ctx, guestPort)
-	if err != nil {
-		return err
-	}
-	defer st.Close()
-	raw, err := c.tcp.SyscallConn()
-	if err != nil {
-		return err
-	}
-	cut := func() {
-		_ = st.Close()
-		_ = c.tcp.SetDeadline(time.Unix(1, 0))
-	}
-	defer context.AfterFunc(c.ctx, cut)()
-	sent := make(chan error, 1)
-	go func() { sent <- st.SendFrom(raw) }()
-	if err = st.PassTo(c.tcp); err == nil {
-		_ = c.tcp.CloseWrite() // fails when the client has gone, of which SendFrom hears
-		err = st.Wait()
-	}
-	if err != nil {
-		cut()
-	}
-	_ = c.tcp.SetReadDeadline(time.Unix(1, 0)) // a stream that has ended takes no more
-	if failed := <-sent; err == nil {
-		err = failed
-	}
-	return err
+	defer l.close()
+	return l.relay(c.ctx, c.tcp)
 }

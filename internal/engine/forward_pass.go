@@ -3,7 +3,6 @@ package engine
 import (
 	"context"
 	"errors"
-	"net"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -38,7 +37,7 @@ func (p *passing) buffer() (buf []byte, free func()) {
 
 // pass writes what can be read from one connection to another, until the first ends, and then ends the other's half. It holds
 // no memory while there is nothing to read. The end of ctx interrupts it.
-func (p *passing) pass(ctx context.Context, to, from *net.TCPConn) error {
+func (p *passing) pass(ctx context.Context, to, from guest.Duplex) error {
 	raw, err := from.SyscallConn()
 	if err != nil {
 		return err
@@ -82,7 +81,7 @@ func (p *passing) pass(ctx context.Context, to, from *net.TCPConn) error {
 }
 
 // passOn writes what was read from a connection, and looks now and then whether that was reset meanwhile.
-func passOn(ctx context.Context, to *net.TCPConn, from syscall.RawConn, p []byte) error {
+func passOn(ctx context.Context, to guest.Duplex, from syscall.RawConn, p []byte) error {
 	for {
 		_ = to.SetWriteDeadline(time.Now().Add(passLook))
 		if ctx.Err() != nil { // asked after the deadline is set, which may have undone that of the interruption

@@ -33,25 +33,76 @@ type DialArgs struct {
 	Port int `json:"port"`
 }
 
-// Dial connects to a TCP port of the guest's 127.0.0.1; a CodeConnectionRefused says that nothing listens there. ctx bounds
-// the dial only. The stream then carries bytes both ways: SendFrom and PassTo move them, each up to its end, which leaves
-// the other direction open; Wait waits until both have ended, and Close cuts the connection.
+// Duplex is a socket whose halves end one by one.
+type Duplex interface {
+	io.Writer
+	syscall.Conn
+	CloseWrite() error
+	SetDeadline(time.Time) error
+	SetReadDeadline(time.Time) error
+	SetWriteDeadline(time.Time) error
+}
+
+// Dial begins a connection to a TCP port of the guest's 127.0.0.1, and does not wait for it: what is sent at once is there
+// with it, a round trip sooner. Connected waits. ctx bounds the dial only. Relay carries bytes, and Close cuts the connection.
 func (s *Session) Dial(ctx context.Context, port int) (*Stream, error) {
-	st := s.newStream(nil)
-	st.dial, st.room, st.credit, st.window = true, DialWindow, DialWindow, DialWindow
-	if err := st.start(ctx, OpDial, DialArgs{Port: port}, nil); err != nil {
-		return nil, err
-	}
-	if !st.stop() {
-		st.giveUp(ctx.Err())
+	if ctx.Err() != nil {
 		return nil, ctx.Err()
 	}
+	st := s.newStream(nil)
+	st.dial, st.room, st.credit, st.window = true, DialWindow, DialWindow, DialWindow
+	if err := s.open(ctx, st, OpDial, DialArgs{Port: port}); err != nil {
+		return nil, err
+	}
+	st.stop = context.AfterFunc(ctx, func() {
+		select {
+		case <-st.headed:
+		default:
+			st.giveUp(ctx.Err())
+		}
+	})
 	return st, nil
 }
 
-// SendFrom sends what can be read from a connection until its end, and then the end. It reads only what the guest has room
+// Connected waits until what was dialled is connected; a CodeConnectionRefused says that nothing listens there.
+func (st *Stream) Connected() error {
+	<-st.headed
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	return st.err
+}
+
+// Relay passes bytes between a dialled stream and conn until both sides have ended, each at its own time. It fails with why
+// the dial failed or the connection broke off, or when ctx ends, and leaves it to the caller to close both.
+func (st *Stream) Relay(ctx context.Context, conn Duplex) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cut := func() {
+		_ = st.Close()
+		_ = conn.SetDeadline(time.Unix(1, 0))
+	}
+	defer context.AfterFunc(ctx, cut)()
+	sent := make(chan error, 1)
+	go func() { sent <- st.sendFrom(raw) }()
+	if err = st.passTo(conn); err == nil {
+		_ = conn.CloseWrite() // fails when the client has gone, of which sendFrom hears
+		err = st.finish()
+	}
+	if err != nil {
+		cut()
+	}
+	_ = conn.SetReadDeadline(time.Unix(1, 0)) // a stream that has ended takes no more
+	if failed := <-sent; err == nil {
+		err = failed
+	}
+	return err
+}
+
+// sendFrom sends what can be read from a connection until its end, and then the end. It reads only what the guest has room
 // for, and holds no memory while there is nothing to read. A connection that breaks off cuts the one to the guest.
-func (st *Stream) SendFrom(c syscall.RawConn) error {
+func (st *Stream) sendFrom(c syscall.RawConn) error {
 	for {
 		room, err := st.roomFor(c)
 		if err != nil {
@@ -133,9 +184,9 @@ func WasReset(c syscall.RawConn) (reset bool) {
 	return reset
 }
 
-// PassTo writes what the guest sends until the guest's end of it, which is nil; any other error is why it broke off. A
+// passTo writes what the guest sends until the guest's end of it, which is nil; any other error is why it broke off. A
 // writer that fails cuts the connection to the guest.
-func (st *Stream) PassTo(w io.Writer) error {
+func (st *Stream) passTo(w io.Writer) error {
 	for {
 		chunk, err := st.next()
 		if err == io.EOF {
@@ -153,9 +204,6 @@ func (st *Stream) PassTo(w io.Writer) error {
 		st.passed(n)
 	}
 }
-
-// Wait waits until both directions have ended, and fails with why they broke off.
-func (st *Stream) Wait() error { return st.finish() }
 
 // next waits for what the guest sends. The caller recycles it.
 func (st *Stream) next() ([]byte, error) {

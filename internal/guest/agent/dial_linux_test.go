@@ -57,24 +57,26 @@ func (b *box) pipe(s *guest.Session, port int) *net.TCPConn {
 	b.must(err)
 	far, err := l.AcceptTCP()
 	b.must(err)
-	raw, err := far.SyscallConn()
-	b.must(err)
-	var both sync.WaitGroup
-	both.Go(func() { _ = st.SendFrom(raw) })
-	both.Go(func() {
-		err := st.PassTo(far)
-		if err == nil {
-			_ = far.CloseWrite()
-			err = st.Wait()
-		}
-		if err != nil {
+	var relay sync.WaitGroup
+	relay.Go(func() {
+		if st.Relay(b.t.Context(), far) != nil {
 			_ = far.SetLinger(0)
 			_ = far.Close()
 		}
 	})
-	b.t.Cleanup(func() { near.Close(); st.Close(); far.Close(); both.Wait() })
+	b.t.Cleanup(func() { near.Close(); st.Close(); far.Close(); relay.Wait() })
 	_ = near.SetDeadline(time.Now().Add(time.Minute))
 	return near
+}
+
+// knock dials a port and hangs up.
+func (b *box) knock(ctx context.Context, s *guest.Session, port int) error {
+	st, err := s.Dial(ctx, port)
+	if err != nil {
+		return err
+	}
+	defer st.Close()
+	return st.Connected()
 }
 
 // ask sends a line on a new connection, ends its half, and reads to the end.
@@ -91,19 +93,19 @@ func (b *box) ask(s *guest.Session, port int, line string) (string, error) {
 func TestDial(t *testing.T) {
 	b := newBox(t, false)
 	s := b.connect()
-	_, err := s.Dial(b.ctx(), 7000) // lo is down or nothing listens
+	err := b.knock(b.ctx(), s, 7000) // lo is down or nothing listens
 	if err == nil {
 		t.Fatal("dialled a port on which nothing listens")
 	}
 	b.serve(s, "127.0.0.1:7000")
 
 	t.Run("refused", func(t *testing.T) {
-		_, err := s.Dial(b.ctx(), 7001)
+		err := b.knock(b.ctx(), s, 7001)
 		if shard.CodeOf(err) != guest.CodeConnectionRefused {
 			t.Errorf("%v", err)
 		}
 		for _, port := range []int{0, -1, 65536} {
-			if _, err := s.Dial(b.ctx(), port); shard.CodeOf(err) != shard.CodeInvalidRequest {
+			if err := b.knock(b.ctx(), s, port); shard.CodeOf(err) != shard.CodeInvalidRequest {
 				t.Errorf("port %d: %v", port, err)
 			}
 		}
@@ -239,7 +241,7 @@ func TestDialCancelled(t *testing.T) {
 	b.serve(s, "127.0.0.1:7000")
 	ctx, cancel := context.WithCancel(b.ctx())
 	cancel()
-	if _, err := s.Dial(ctx, 7000); !errors.Is(err, context.Canceled) {
+	if err := b.knock(ctx, s, 7000); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
 	b.settled(s)
@@ -282,9 +284,7 @@ func BenchmarkDial(b *testing.B) {
 	})
 	b.Run("connect", func(b *testing.B) {
 		for b.Loop() {
-			st, err := s.Dial(x.ctx(), 7000)
-			x.must(err)
-			x.must(st.Close())
+			x.must(x.knock(x.ctx(), s, 7000))
 		}
 	})
 }
