@@ -30,17 +30,20 @@ func dial(r *request) error {
 	}
 	defer c.f.Close()
 	defer r.in.shrink(r.s)
-	if err := r.Head(nil); err != nil {
-		return err
-	}
-	sent := make(chan error, 1)
-	go func() { sent <- c.send(r) }()
-	err = c.receive(r)
-	if err != nil {
-		r.in.close()
-		c.interrupt()
-	}
-	if failed := <-sent; err == nil {
+	received := make(chan error, 1)
+	go func() {
+		err := r.Head(nil)
+		if err == nil {
+			err = c.receive(r)
+		}
+		if err != nil {
+			r.in.close()
+			c.interrupt()
+		}
+		received <- err
+	}()
+	err = c.send(r) // what came with the dial goes before the Head: the server is at work while the host is told
+	if failed := <-received; failed != nil {
 		err = failed
 	}
 	if err != nil {
