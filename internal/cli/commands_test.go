@@ -350,8 +350,8 @@ func TestPrune(t *testing.T) {
 		if _, err := io.WriteString(tty, answer); err != nil {
 			t.Fatal(err)
 		}
-		rest, _ := io.ReadAll(tty)
-		if err := cmd.Wait(); err != nil || strings.Contains(string(rest), "bold-fern-0002") != removed {
+		rest := drain(tty)
+		if err := cmd.Wait(); err != nil || strings.Contains(rest, "bold-fern-0002") != removed {
 			t.Errorf("%q: %q, %v", answer, rest, err)
 		}
 	}
@@ -382,13 +382,13 @@ func TestImages(t *testing.T) {
 		if _, err := io.WriteString(tty, answer); err != nil {
 			t.Fatal(err)
 		}
-		rest, _ := io.ReadAll(tty)
-		if err := cmd.Wait(); err != nil || strings.Contains(string(rest), "a\r\nb") != removed {
+		rest := drain(tty)
+		if err := cmd.Wait(); err != nil || strings.Contains(rest, "a\r\nb") != removed {
 			t.Errorf("%q: %q, %v", answer, rest, err)
 		}
 	}
 	cmd, tty := onTerminal(t, d, 24, 200, "image", "prune", "--force")
-	if out, _ := io.ReadAll(tty); cmd.Wait() != nil || strings.TrimSpace(string(out)) != "a\r\nb" {
+	if out := drain(tty); cmd.Wait() != nil || strings.TrimSpace(out) != "a\r\nb" {
 		t.Errorf("with --force: %q", out)
 	}
 }

@@ -248,6 +248,14 @@ func expect(t *testing.T, r io.Reader, text string) string {
 	return seen.String()
 }
 
+// drain reads a terminal to its end. When the other end is closed while the kernel looks for input, the first read that fails
+// does so before the last bytes; the next one has them.
+func drain(tty io.Reader) string {
+	first, _ := io.ReadAll(tty)
+	last, _ := io.ReadAll(tty)
+	return string(first) + string(last)
+}
+
 func TestExecTerminal(t *testing.T) {
 	d := start(t)
 	cmd, tty := onTerminal(t, d, 40, 120, "exec", "-it", "box", "sh")

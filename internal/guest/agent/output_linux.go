@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"errors"
 	"os"
 	"sort"
 	"sync"
@@ -157,6 +158,9 @@ func (o *output) follow(f *os.File, channel byte) {
 				continue
 			}
 			n, err = readNow(f, free) // the deadline may have passed without a look
+		}
+		if errors.Is(err, unix.EIO) { // a terminal that is closed while the kernel looks says so before its last bytes
+			n, err = readNow(f, free)
 		}
 		o.append(channel, mem, max(n, 0), room)
 		if n <= 0 || err != nil {
