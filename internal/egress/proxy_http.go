@@ -6,10 +6,12 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"log"
 	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httputil"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -73,8 +75,9 @@ func (p *Proxy) server(port uint16) *http.Server {
 		// nothing is found by the kernel (tune).
 		IdleTimeout:    idleTime,
 		MaxHeaderBytes: maxHead,
+		// Each connection keeps a buffer for the largest frame that came, which by itself may be of 1 MiB.
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 128, MaxReceiveBufferPerStream: streamWindow,
-			MaxReceiveBufferPerConnection: 4 * streamWindow},
+			MaxReceiveBufferPerConnection: 4 * streamWindow, MaxReadFrameSize: 16 << 10},
 		ErrorLog: slog.NewLogLogger(p.o.Log.Handler(), slog.LevelDebug),
 	}
 }
@@ -86,8 +89,23 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 	if !ok {
 		panic(http.ErrAbortHandler) // the sandbox went
 	}
+	// Before any answer: one that an HTTP/2 client does not take keeps the request in memory.
+	x := &exchange{guest: g}
+	defer func() { g.client.release(x.held) }()
+	share := copyBuffer
+	if r.ProtoMajor == 2 {
+		share += streamWindow + headSize(r)
+	}
+	held := x.hold(share)
 	host, dest, ok := target(r.Host, port)
+	label := host
+	if host == "" && ok {
+		label = dest.String()
+	}
 	switch {
+	case held != nil:
+		p.deny(w, g, label, refusal{status: 503, rule: ruleLimit, reason: errHeld.Error(), bare: r.ProtoMajor == 2})
+		return
 	case r.Method == http.MethodConnect:
 		answer(w, refusal{status: 400, reason: "CONNECT is not served: connect to the host itself"}, r.Host, port)
 		return
@@ -98,26 +116,14 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 		answer(w, refusal{status: 400, reason: "the request names another host than its TLS connection does"}, r.Host, port)
 		return
 	}
-	label := host
-	if host == "" {
-		label = dest.String()
-	} else {
+	if host != "" {
 		dest = g.dest
 	}
 	t := g.client.trunkUnder(p, sub.Policy)
 	if t == nil {
 		panic(http.ErrAbortHandler)
 	}
-	x := &exchange{guest: g, trunk: t, host: host, named: label}
-	defer func() { g.client.release(x.held) }()
-	share := copyBuffer
-	if r.ProtoMajor == 2 {
-		share += streamWindow
-	}
-	if x.hold(share) != nil {
-		p.deny(w, g, label, refusal{status: 503, rule: ruleLimit, reason: errHeld.Error()})
-		return
-	}
+	x.trunk, x.host, x.named = t, host, label
 	reason, refused := p.insert(x, r, sub.Secrets)
 	var way route
 	if refused == nil {
@@ -155,7 +161,19 @@ func (p *Proxy) deny(w http.ResponseWriter, g *guestConn, host string, r refusal
 	answer(w, r, host, g.port)
 }
 
-// answer is a refusal as programs read it.
+// headSize is about what the head of a request takes in memory, in bytes.
+func headSize(r *http.Request) int {
+	const each = 32 // as HTTP/2 counts a field beside its bytes
+	n := len(r.RequestURI) + len(r.Host)
+	for name, values := range r.Header {
+		for _, v := range values {
+			n += len(name) + len(v) + each
+		}
+	}
+	return n
+}
+
+// answer is a refusal as programs read it. It has left when answer returns, or will not: until then it is of the sandbox's share.
 func answer(w http.ResponseWriter, r refusal, host string, port uint16) {
 	body, err := json.Marshal(struct {
 		Host   string `json:"host"`
@@ -168,15 +186,25 @@ func answer(w http.ResponseWriter, r refusal, host string, port uint16) {
 		panic(http.ErrAbortHandler)
 	}
 	w.Header().Set("Content-Type", "application/json")
+	body = append(body, '\n')
+	_, http2 := w.(http.Pusher)
+	if http2 && !r.bare {
+		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+		rc := http.NewResponseController(w)
+		_ = rc.SetWriteDeadline(time.Now().Add(headTime)) // of this stream alone
+		defer func() { _ = rc.Flush() }()
+	}
 	w.WriteHeader(r.status)
-	_, _ = w.Write(append(body, '\n'))
+	if !r.bare {
+		_, _ = w.Write(body)
+	}
 }
 
 func (p *Proxy) forwarder() http.Handler {
 	return &httputil.ReverseProxy{
 		FlushInterval: -1, // what a host sends is passed on at once
 		BufferPool:    &buffers{},
-		ErrorLog:      slog.NewLogLogger(p.o.Log.Handler(), slog.LevelDebug),
+		ErrorLog:      log.New(io.Discard, "", 0), // errors quote what hosts send, in which a value may be
 		Transport:     roundTripper(p.roundTrip),
 		Rewrite:       rewrite,
 		ModifyResponse: func(resp *http.Response) error {
@@ -185,6 +213,9 @@ func (p *Proxy) forwarder() http.Handler {
 				if err := x.hold(answerWindow); err != nil {
 					return err
 				}
+			}
+			if x.guest.port == 443 {
+				resp.Header.Del("Alt-Svc") // it would lead around the proxy, without the values
 			}
 			if len(x.carried) > 0 {
 				return p.watch(resp, x)
@@ -196,8 +227,10 @@ func (p *Proxy) forwarder() http.Handler {
 			if r.Context().Err() != nil {
 				panic(http.ErrAbortHandler) // the sandbox hung up
 			}
-			p.o.Log.Debug("a request of the proxy failed", "sandbox", x.guest.client.sandbox, "host", x.named, "err", err)
-			p.deny(w, x.guest, x.named, failure(err))
+			refused := failure(err)
+			// Not err: it quotes what the host sent, in which a value may be.
+			p.o.Log.Debug("a request of the proxy failed", "sandbox", x.guest.client.sandbox, "host", x.named, "reason", refused.reason)
+			p.deny(w, x.guest, x.named, refused)
 		},
 	}
 }

@@ -37,6 +37,8 @@ type refusal struct {
 	about string
 	// silent is a failure and no decision: it is answered and not recorded.
 	silent bool
+	// bare is answered without words: there is no share for them to wait in, and a head does not wait.
+	bare bool
 }
 
 func refuse(v policy.Verdict, addr netip.Addr) *refusal {

@@ -57,7 +57,7 @@ func (p *Proxy) insert(x *exchange, r *http.Request, held []secret.Secret) (reas
 // onlyWatchable makes a request ask for an answer that can be watched: whole, since out of parts that a sandbox chooses a value
 // could be put together, in a coding that can be undone, and without extensions of WebSocket.
 func onlyWatchable(h http.Header) {
-	for _, name := range []string{"Range", "If-Range", "Sec-Websocket-Extensions"} {
+	for _, name := range []string{"Range", "If-Range", "Sec-Websocket-Extensions", "Grpc-Accept-Encoding", "Connect-Accept-Encoding"} {
 		h.Del(name)
 	}
 	// The sandbox gets the answer without the coding, so it is only the proxy's to read.
@@ -76,6 +76,7 @@ func (p *Proxy) watch(resp *http.Response, x *exchange) error {
 		return nil
 	}
 	w.Header(resp.Header)
+	w.Header(resp.Trailer) // their names, which go ahead
 	if resp.StatusCode == http.StatusSwitchingProtocols {
 		if len(resp.Header.Values("Sec-Websocket-Extensions")) > 0 {
 			return fmt.Errorf("%w: it has an extension of WebSocket that was not asked for", secret.ErrUnwatchable)
@@ -95,12 +96,18 @@ func (p *Proxy) watch(resp *http.Response, x *exchange) error {
 	if err != nil && !bodyless {
 		return err
 	}
+	for _, name := range []string{"Grpc-Encoding", "Connect-Content-Encoding"} { // of messages inside the body
+		if c := resp.Header.Get(name); c != "" && !strings.EqualFold(c, "identity") && !bodyless {
+			return fmt.Errorf("%w: its messages are encoded", secret.ErrUnwatchable)
+		}
+	}
 	undigest(resp.Header)
 	if coding != "" {
 		resp.Header.Del("Content-Encoding")
 		resp.Header.Del("Content-Length")
 	}
 	if bodyless || resp.ContentLength == 0 {
+		resp.Body = &watched{ReadCloser: resp.Body, w: w, resp: resp} // over HTTP/2 trailers may come all the same
 		return nil
 	}
 	if err := x.hold(2*copyBuffer + w.Longest()); err != nil {

@@ -2,6 +2,7 @@ package egress
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net/netip"
 	"slices"
@@ -144,6 +145,18 @@ func TestTidy6(t *testing.T) {
 }
 
 // FuzzQuestion: whatever a sandbox sends is answered by something that can be read, or not at all.
+// TestLongAnswersAreNotKept, since a sandbox may choose how long and how many they are.
+func TestLongAnswersAreNotKept(t *testing.T) {
+	var c cache
+	for n, kept := range map[int]bool{60: true, 2000: false} {
+		k := cacheKey{fmt.Sprintf("n%d.test.", n), dns.TypeA}
+		c.put(k, &dns.Msg{Answer: records(t, slices.Repeat([]string{"n.test. 60 IN A 198.51.100.1"}, n)...)})
+		if (c.get(k) != nil) != kept {
+			t.Errorf("an answer of %d records: kept is %v", n, !kept)
+		}
+	}
+}
+
 func FuzzQuestion(f *testing.F) {
 	for _, qtype := range []uint16{dns.TypeA, dns.TypeTXT, dns.TypeANY} {
 		q := new(dns.Msg)

@@ -22,9 +22,10 @@ const (
 	maxChain = 16
 	// maxAnswer bounds the addresses of one answer.
 	maxAnswer = 512
-	// maxCache bounds the answers kept for one sandbox, maxKept how long.
-	maxCache = 1024
-	maxKept  = 5 * time.Minute
+	// maxCache bounds the answers kept for one sandbox, maxCached the length of each, in bytes, maxKept how long.
+	maxCache  = 1024
+	maxCached = 4 << 10
+	maxKept   = 5 * time.Minute
 )
 
 var errBusy = errors.New("too many questions are under way")
@@ -80,7 +81,7 @@ func (c *cache) put(k cacheKey, m *dns.Msg) {
 			return
 		}
 	}
-	if life == 0 {
+	if life == 0 || m.Len() > maxCached {
 		return
 	}
 	c.mu.Lock()

@@ -49,7 +49,7 @@ func Insert(r Request, held []Secret, room int) (carried []Secret, strayed []str
 			named = append(named, strings.TrimSpace(name))
 		}
 	}
-	total := 0
+	total, grown := 0, false
 	for name, values := range r.Header {
 		same := func(other string) bool { return strings.EqualFold(name, other) }
 		hop := slices.ContainsFunc(hopByHop, same) || slices.ContainsFunc(named, same)
@@ -59,9 +59,12 @@ func Insert(r Request, held []Secret, room int) (carried []Secret, strayed []str
 				if in.err != nil {
 					return nil, nil, in.err
 				}
+				grown = grown || len(v) > len(values[i])
 				values[i] = v
 			}
-			total += len(name) + len(v) + len(": \r\n")
+			if total += len(name) + len(v) + len(": \r\n"); grown && total > room { // before more is made of it
+				return nil, nil, ErrRoom
+			}
 		}
 	}
 	for i := range held {

@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"maps"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -166,4 +167,21 @@ func FuzzInsert(f *testing.F) {
 			t.Errorf("the value went to %q", host)
 		}
 	})
+}
+
+// TestRoomIsTakenAtOnce: a request of many headers with placeholders is refused before all of it has grown.
+func TestRoomIsTakenAtOnce(t *testing.T) {
+	const room = 64 << 10
+	header := map[string][]string{}
+	for range 5000 {
+		header["X-Key"] = append(header["X-Key"], "mock-KEY")
+	}
+	held := []Secret{one("KEY", strings.Repeat("v", maxValue), "dest.test")}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	_, _, err := Insert(Request{Header: header, Host: "dest.test"}, held, room)
+	runtime.ReadMemStats(&after)
+	if taken := after.TotalAlloc - before.TotalAlloc; !errors.Is(err, ErrRoom) || taken > 4*room {
+		t.Errorf("%v after %d bytes", err, taken)
+	}
 }
