@@ -597,3 +597,50 @@ func TestHostileImage(t *testing.T) {
 		})
 	}
 }
+
+// TestOddRoots: what an image has where a runtime mounts, or where we write, is inside the sandbox whatever it is; and / has the
+// mode and the owner that the image gives it, until the guest changes them.
+func TestOddRoots(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	host := t.TempDir()
+	for name, entries := range map[string][]testenv.Entry{
+		"proc": {{Name: "proc", Link: host}}, "sys": {{Name: "sys", Link: "/nowhere"}}, "dev": {{Name: "dev", Link: "../../../" + host}},
+		"devfile": {{Name: "dev", Body: "x"}}, "etc": {{Name: "etc", Link: "/private/etc"}, {Name: "private/etc/"}}, "etcout": {{Name: "etc", Link: "../../../" + host}},
+		"mode": {{Name: "./", Mode: 0o1751, UID: 7, GID: 8}},
+	} {
+		kept := slices.DeleteFunc(testenv.BusyboxEntries(t), func(e testenv.Entry) bool {
+			first, _, _ := strings.Cut(e.Name, "/")
+			return first == strings.TrimSuffix(entries[0].Name, "/")
+		})
+		ref := "test/odd-" + name + ":1"
+		d.Import(ref, testenv.Image(t, testenv.BusyboxConfig(), testenv.Layer(t, append(entries, kept...)...)))
+	}
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		for _, name := range []string{"proc", "sys", "dev", "devfile", "etc", "etcout"} {
+			r := d.Shard("create", "--provider", provider, "test/odd-"+name+":1")
+			if r.Code != 0 {
+				t.Errorf("%s: %s", name, r.Stderr)
+				continue
+			}
+			id := strings.TrimSpace(r.Stdout)
+			if out := d.Must("exec", id, "sh", "-c", "test -e /proc/1/stat && test -d /sys/class && echo x >/dev/null && cat /etc/hostname"); out != id {
+				t.Errorf("%s: the host name is %q", name, out)
+			}
+			d.Must("remove", "--force", id)
+		}
+		if left, err := os.ReadDir(host); err != nil || len(left) > 0 {
+			t.Fatalf("something was written to the host: %v, %v", left, err)
+		}
+		id := box(t, d, provider, "test/odd-mode:1")
+		if out := d.Must("exec", id, "stat", "-c", "%a %u %g", "/"); out != "1751 7 8" {
+			t.Errorf("/ is %s", out)
+		}
+		d.Must("exec", id, "chmod", "711", "/")
+		d.Must("stop", id)
+		d.Must("start", id)
+		if out := d.Must("exec", id, "stat", "-c", "%a %u %g", "/"); out != "711 7 8" {
+			t.Errorf("after chmod, stop and start / is %s", out)
+		}
+	})
+}

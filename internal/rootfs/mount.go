@@ -85,7 +85,7 @@ func (m *Manager) mountDisk(ctx context.Context, sandboxDir string) error {
 
 // makeOverlayDirs makes what an overlay wants to find on the sandbox's disk.
 func makeOverlayDirs(disk string) error {
-	for name, mode := range map[string]fs.FileMode{"upper": 0o755, "work": 0o700} { // the guest's / has the mode of upper
+	for name, mode := range map[string]fs.FileMode{"upper": 0o755, "work": 0o700} {
 		path := filepath.Join(disk, name)
 		if err := os.Mkdir(path, mode); errors.Is(err, fs.ErrExist) {
 			continue
@@ -134,6 +134,9 @@ func mountOverlay(sandboxDir, layersDir string, layers []string) error {
 	if err != nil {
 		return err
 	}
+	if err := firstMode(upper, work, lower[0]); err != nil {
+		return fmt.Errorf("give / the mode it has in the image: %w", err)
+	}
 	options := "lowerdir=" + strings.Join(lower, ":") + ",upperdir=" + upper + ",workdir=" + work + "," + overlayOptions
 	if len(options) >= os.Getpagesize() {
 		return fmt.Errorf("%d layers need %d bytes of mount options", len(layers), len(options)) // descriptors of 7 digits
@@ -145,7 +148,61 @@ func mountOverlay(sandboxDir, layersDir string, layers []string) error {
 	if err := unix.Mount("shard", root, "overlay", unix.MS_NOATIME, options); err != nil {
 		return fmt.Errorf("mount overlay of %d layers: %w", len(layers), err)
 	}
-	return unix.Mount("", root, "", unix.MS_PRIVATE, "")
+	if err := unix.Mount("", root, "", unix.MS_PRIVATE, ""); err != nil {
+		return err
+	}
+	return fitMountPoints(root)
+}
+
+// firstMode gives upper, which is the guest's / from outside, the owner and the mode of the topmost layer, once: what the guest
+// does to its / later stays. An overlay that was mounted before has left something in work.
+func firstMode(upper, work, top string) error {
+	used, err := os.ReadDir(work)
+	if err != nil || len(used) > 0 {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(top, &st); err != nil {
+		return &fs.PathError{Op: "stat", Path: top, Err: err}
+	}
+	if err := os.Chown(upper, int(st.Uid), int(st.Gid)); err != nil {
+		return err
+	}
+	return unix.Chmod(upper, st.Mode&0o7777)
+}
+
+// fitMountPoints replaces what an image has where a runtime mounts and which is no directory: a link there leads the runtime
+// elsewhere, and it refuses to follow. What is hidden by the mount is no loss. /etc, in which the agent writes, may be a link
+// that leads to a directory.
+func fitMountPoints(root string) error {
+	dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &fs.PathError{Op: "open", Path: root, Err: err}
+	}
+	defer unix.Close(dir)
+	for _, name := range []string{"proc", "sys", "dev", "etc"} {
+		var st unix.Stat_t
+		err := unix.Fstatat(dir, name, &st, unix.AT_SYMLINK_NOFOLLOW)
+		if errors.Is(err, unix.ENOENT) || err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR {
+			continue
+		}
+		if name == "etc" {
+			if f, err := openIn(root, "/etc", unix.O_PATH|unix.O_DIRECTORY); err == nil {
+				_ = f.Close()
+				continue
+			}
+		}
+		if err == nil {
+			err = unix.Unlinkat(dir, name, 0)
+		}
+		if err == nil {
+			err = unix.Mkdirat(dir, name, 0o755)
+		}
+		if err != nil {
+			return fmt.Errorf("make /%s of the image a directory: %w", name, err)
+		}
+	}
+	return nil
 }
 
 // repair runs e2fsck on a disk whose superblock does not say that it was left clean.
