@@ -414,6 +414,7 @@ func TestSecretIsNowhere(t *testing.T) {
 	d := secretDaemon(t, testenv.Options{Env: []string{"SHARD_LOG_LEVEL=debug"}})
 	got := &seen{}
 	d.Lab().Web().Handle("/seen", got)
+	d.Lab().Web().HandleFunc("/wordy", wordy)
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		value := "v4lue" + sum(noise(16))[:32]
 		name := "KEY_" + strings.ToUpper(provider)
@@ -427,6 +428,9 @@ func TestSecretIsNowhere(t *testing.T) {
 		}
 		if all := got.all(); !slices.Contains(all, "dest.lab.test Bearer "+value) {
 			t.Fatalf("the host never got the value: %q", all)
+		}
+		for range 3 { // what is said unasked is found when the next request comes, or before
+			answers.WriteString(d.Must("exec", id, "python3", "-c", upgrading, name, "https://dest.lab.test/wordy"))
 		}
 		// A program that keeps what it was answered, in memory and in a file.
 		d.Must("run", id, "--name", "keeper", "--", "python3", "-c", bearer+"\nopen('/root/kept','w').write(repr(r.getheaders())+repr(c))\nimport time\ntime.sleep(600)", name, "https://dest.lab.test/seen")
@@ -485,6 +489,20 @@ func TestSecretIsNowhere(t *testing.T) {
 		}
 	})
 }
+
+// wordy is a host that says more than its answer: the key that it got.
+func wordy(w http.ResponseWriter, r *http.Request) {
+	conn, _, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	_, _ = fmt.Fprintf(conn, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok, your key is %s", r.Header.Get("Authorization"))
+	_ = conn.Close()
+}
+
+// upgrading is bearer with the headers by which a request goes over HTTP/1.1 all the way.
+var upgrading = strings.ReplaceAll(bearer, `headers={`, `headers={"Connection": "Upgrade", "Upgrade": "websocket", `)
 
 // search names the files below root that hold one of the needles. What mounts show is in the files below them too.
 func search(t *testing.T, root string, needles ...string) (found []string) {

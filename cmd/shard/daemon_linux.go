@@ -3,6 +3,8 @@ package main
 import (
 	"context"
 	"errors"
+	"io"
+	stdlog "log"
 	"os"
 	"os/signal"
 	"syscall"
@@ -24,6 +26,8 @@ func init() {
 			return err
 		}
 		defer closeLog()
+		// net/http quotes there what hosts send unasked, in which the value of a secret may be.
+		stdlog.SetOutput(io.Discard)
 		return daemon.Run(ctx, daemon.Options{Root: o.Root, Provider: o.Provider, PullTimeout: o.PullTimeout, Insecure: o.Insecure,
 			DNS: o.DNS, SecretKeyFile: o.SecretKeyFile, Version: version, Log: log})
 	}
