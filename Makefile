@@ -42,13 +42,13 @@ shard-init:
 
 shard-runsc:
 	cd tools/runsc && CGO_ENABLED=0 $(GO) build -trimpath \
-		-ldflags '-s -w -X gvisor.dev/gvisor/runsc/version.version=$(GVISOR)' -o ../../$(BIN)/shard-runsc .
+		-ldflags '-s -w -X gvisor.dev/gvisor/runsc/version.version=$(GVISOR)' -o $(abspath $(BIN))/shard-runsc .
 
 # runc needs cgo; without libseccomp's headers it is built without system call filters and the provider's probe refuses it.
 runc:
 	$(if $(SECCOMP),,@echo "runc: libseccomp-dev is missing, so this runc cannot filter system calls: run 'make deps'" >&2)
 	cd tools/runc && CGO_ENABLED=1 $(GO) build -trimpath -tags 'netgo osusergo $(SECCOMP)' \
-		-ldflags '-s -w -linkmode external -extldflags -static -X main.version=$(RUNC)' -o ../../$(BIN)/runc github.com/opencontainers/runc
+		-ldflags '-s -w -linkmode external -extldflags -static -X main.version=$(RUNC)' -o $(abspath $(BIN))/runc github.com/opencontainers/runc
 
 # Does nothing when everything is there. A machine without Go gets the distribution's, which fetches the version that
 # go.mod names by itself if it is 1.21 or later.
