@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/netip"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -140,7 +141,7 @@ func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *pol
 		w = nil
 	}
 	if w != nil {
-		return e.restrict(ctx, w, p)
+		return e.restrict(ctx, order{w, p})
 	}
 	att, attached, err := e.cfg.Wall.Attachment(ctx, id)
 	if err != nil {
@@ -151,7 +152,7 @@ func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *pol
 	}
 	life, end := context.WithCancel(e.ctx)
 	w = &ward{id: id, addr: addr, addr6: att.Addr6, journal: e.journal(id), ended: end, asking: make(chan struct{}, maxPerWard), known: map[knownName]answered{}}
-	if err := e.restrict(ctx, w, p); err != nil {
+	if err := e.restrict(ctx, order{w, p}); err != nil {
 		end()
 		return err
 	}
@@ -175,14 +176,58 @@ func (e *Enforcer) Apply(ctx context.Context, id string, addr netip.Addr, p *pol
 	return nil
 }
 
-// restrict makes p the rules of w in the wall.
-func (e *Enforcer) restrict(ctx context.Context, w *ward, p *policy.Compiled) error {
-	w.rules.Lock()
-	defer w.rules.Unlock()
-	if err := e.cfg.Wall.Restrict(ctx, w.id, wallRules(p), w.remembered(p)); err != nil {
+// Replace is Apply for sandboxes, by id, that have something in force; the others are left out. Those that it fails for
+// keep what was in force, and are in what it returns.
+func (e *Enforcer) Replace(ctx context.Context, policies map[string]*policy.Compiled) (failed map[string]error) {
+	var orders []order
+	e.mu.Lock()
+	for id, p := range policies {
+		if w := e.wards[id]; w != nil {
+			orders = append(orders, order{w, p})
+		}
+	}
+	e.mu.Unlock()
+	// The kernel goes through the whole table for each transaction; while one lasts, answers to its sandboxes' lookups wait.
+	const atOnce = 10
+	failed = map[string]error{}
+	for some := range slices.Chunk(orders, atOnce) {
+		if e.restrict(ctx, some...) == nil {
+			continue
+		}
+		for _, o := range some { // one must not keep the others from their rules
+			err := e.restrict(ctx, o)
+			if err == nil {
+				continue
+			}
+			// One that has been stopped meanwhile gets its rules when it starts.
+			if _, attached, unknown := e.cfg.Wall.Attachment(ctx, o.ward.id); attached || unknown != nil {
+				failed[o.ward.id] = err
+			}
+		}
+	}
+	return failed
+}
+
+// order is to keep a ward to a policy.
+type order struct {
+	ward   *ward
+	policy *policy.Compiled
+}
+
+// restrict makes the policies the rules in the wall, all of them or none. No ward is in two orders.
+func (e *Enforcer) restrict(ctx context.Context, orders ...order) error {
+	all := make([]netns.Restriction, len(orders))
+	for i, o := range orders {
+		o.ward.rules.Lock()
+		defer o.ward.rules.Unlock()
+		all[i] = netns.Restriction{ID: o.ward.id, Rules: wallRules(o.policy), Fed: o.ward.remembered(o.policy)}
+	}
+	if err := e.cfg.Wall.Restrict(ctx, all...); err != nil {
 		return err
 	}
-	w.policy = p
+	for _, o := range orders {
+		o.ward.policy = o.policy
+	}
 	return nil
 }
 

@@ -25,6 +25,9 @@ type Enforcer interface {
 	// it returns nil, p is in force; when it fails, what was in force stays. It is idempotent: the engine also calls it
 	// for what an earlier daemon applied. Of a sandbox that has secrets p is Proxied.
 	Apply(ctx context.Context, sandboxID string, addr netip.Addr, p *policy.Compiled) error
+	// Replace is Apply for sandboxes, by id, that have something in force; it leaves out those that have not, which are being
+	// stopped. It returns those that it failed for.
+	Replace(ctx context.Context, policies map[string]*policy.Compiled) (failed map[string]error)
 	// Remove takes away what Apply made for a sandbox, which has no machine any more. Idempotent.
 	Remove(ctx context.Context, sandboxID string) error
 	// Decisions returns the newest decisions about a sandbox as JSON, oldest first, how many older ones were left out, and a
@@ -56,9 +59,6 @@ type policies struct {
 	change sync.RWMutex
 	// byName is replaced, never changed.
 	byName atomic.Pointer[map[string]*storedPolicy]
-
-	mu      sync.Mutex            // guards applied; nothing is called while it is held
-	applied map[string]netip.Addr // the sandboxes that have a policy in force, by id
 }
 
 // storedPolicy is a policy with its meaning. One that cannot be read has only a reason: it keeps its name.
@@ -101,7 +101,7 @@ func (e *Engine) openPolicies() (*policies, error) {
 			e.Log.Warn("remove what is left of a policy", "policy", name, "err", err)
 		}
 	}
-	ps := &policies{records: records, applied: make(map[string]netip.Addr)}
+	ps := &policies{records: records}
 	ps.byName.Store(&byName)
 	return ps, nil
 }
@@ -203,18 +203,21 @@ func (e *Engine) PutPolicy(ctx context.Context, name string, rules []shard.Polic
 		return nil, shard.Wrap(shard.CodeInternal, err, "could not store policy %q: is the host's disk full?", name)
 	}
 	e.policies.set(name, p)
+	if e.Enforcer == nil { // nothing runs under a policy
+		return e.policyView(p), nil
+	}
+	holders := e.policyHolders(name)
+	next, proxied := make(map[string]*policy.Compiled, len(holders)), compiled.Proxied()
+	for _, s := range holders {
+		if next[s.ID] = compiled; len(s.Secrets) > 0 {
+			next[s.ID] = proxied
+		}
+	}
 	var failed []string
 	var errs []error
-	for _, s := range e.policyHolders(name) {
-		addr, ok := e.policies.inForce(s.ID)
-		if !ok {
-			continue
-		}
-		rules := compiled
-		if len(s.Secrets) > 0 {
-			rules = compiled.Proxied()
-		}
-		if err := e.Enforcer.Apply(ctx, s.ID, addr, rules); err != nil {
+	notApplied := e.Enforcer.Replace(ctx, next)
+	for _, s := range holders {
+		if err := notApplied[s.ID]; err != nil {
 			failed, errs = append(failed, s.Ref()), append(errs, err)
 		}
 	}
@@ -343,9 +346,6 @@ func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr)
 		}
 		return shard.Wrap(code, err, "policy %q could not be put in force for sandbox %q%s", s.Policy, s.Ref(), why)
 	}
-	e.policies.mu.Lock()
-	e.policies.applied[s.ID] = addr
-	e.policies.mu.Unlock()
 	return nil
 }
 
@@ -375,9 +375,6 @@ func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) bool {
 
 // unenforce takes away what enforce made. Idempotent.
 func (e *Engine) unenforce(ctx context.Context, id string) error {
-	e.policies.mu.Lock()
-	delete(e.policies.applied, id)
-	e.policies.mu.Unlock()
 	if e.Enforcer == nil {
 		return nil
 	}
@@ -386,13 +383,6 @@ func (e *Engine) unenforce(ctx context.Context, id string) error {
 	}
 	e.Secrets.Lend(id, nil)
 	return nil
-}
-
-func (ps *policies) inForce(id string) (netip.Addr, bool) {
-	ps.mu.Lock()
-	defer ps.mu.Unlock()
-	addr, ok := ps.applied[id]
-	return addr, ok
 }
 
 // egress is what the host enforces for a sandbox; nil without a policy.

@@ -34,6 +34,22 @@ func (l *ledger) Apply(_ context.Context, id string, _ netip.Addr, p *policy.Com
 	return nil
 }
 
+func (l *ledger) Replace(ctx context.Context, policies map[string]*policy.Compiled) map[string]error {
+	failed := make(map[string]error)
+	for id, p := range policies {
+		l.mu.Lock()
+		in := l.inForce[id] != nil
+		l.mu.Unlock()
+		if !in {
+			continue
+		}
+		if err := l.Apply(ctx, id, netip.Addr{}, p); err != nil {
+			failed[id] = err
+		}
+	}
+	return failed
+}
+
 func (l *ledger) Remove(_ context.Context, id string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -279,7 +279,7 @@ func (t *table) refusalOf(at place) *tally {
 func (t *table) counted(chain string) (packets uint64, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	err := t.locked(func(c *nftables.Conn) error {
+	err := t.connected(func(c *nftables.Conn) error {
 		rules, err := c.GetRules(t.nft, &nftables.Chain{Table: t.nft, Name: chain})
 		if errors.Is(err, unix.ENOENT) || err == nil && len(rules) == 0 {
 			return nil

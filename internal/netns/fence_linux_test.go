@@ -171,7 +171,7 @@ func TestFlush(t *testing.T) {
 			}
 			free, restricted := attach(t, n, "free-box"), attach(t, n, "able-box")
 			allowed := Rules{Default: "default", Rules: []Rule{{Label: "1", Allow: true, Prefix: netip.MustParsePrefix(worldUplink + "/32"), TCP: everyPort, UDP: everyPort, Other: true}}}
-			if err := n.Restrict(t.Context(), "able-box", allowed, nil); err != nil {
+			if err := n.Restrict(t.Context(), Restriction{ID: "able-box", Rules: allowed}); err != nil {
 				t.Fatal(err)
 			}
 			for _, addr := range append(worldHidden[:len(worldHidden):len(worldHidden)], "203.0.113.80") {

@@ -187,8 +187,8 @@ func TestHostWithoutIPv6(t *testing.T) {
 	}
 	a, free := attach(t, n, "able-box"), attach(t, n, "free-box")
 	drops := watchDrops(t, n)
-	if err := n.Restrict(t.Context(), "able-box", Rules{Default: "default",
-		Rules: []Rule{{Label: "1", Allow: true, TCP: everyPort, UDP: everyPort, Other: true}}}, nil); err != nil {
+	if err := n.Restrict(t.Context(), Restriction{ID: "able-box", Rules: Rules{Default: "default",
+		Rules: []Rule{{Label: "1", Allow: true, TCP: everyPort, UDP: everyPort, Other: true}}}}); err != nil {
 		t.Fatal(err)
 	}
 	public := worldPublic6[1]

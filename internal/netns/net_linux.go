@@ -31,7 +31,7 @@ type Net struct {
 	// failAt makes steps fail, for tests.
 	failAt func(step string) error
 
-	// Lock order: a box's turn, saving, mu. No I/O under mu.
+	// Lock order: turns of boxes by their ids, saving, mu. No I/O under mu.
 	mu     sync.Mutex
 	leases *leases
 	boxes  map[string]*box

@@ -45,9 +45,7 @@ func (*Net) DialLoopback(context.Context, string, int) (*net.TCPConn, error) {
 	return nil, unsupported()
 }
 
-func (*Net) Restrict(context.Context, string, Rules, map[int]map[netip.Addr]time.Time) error {
-	return unsupported()
-}
+func (*Net) Restrict(context.Context, ...Restriction) error { return unsupported() }
 
 func (*Net) Feed(context.Context, string, []int, []netip.Addr, time.Time) error { return unsupported() }
 func (*Net) Drops(context.Context, func(Drop)) error                            { return unsupported() }

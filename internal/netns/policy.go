@@ -1,6 +1,9 @@
 package netns
 
-import "net/netip"
+import (
+	"net/netip"
+	"time"
+)
 
 // ResolverPort is where, on the gateway's address, all that a restricted sandbox sends to port 53 of TCP and UDP arrives,
 // wherever it was sent.
@@ -15,6 +18,14 @@ const (
 
 // MaxFed is how many addresses a rule's set holds.
 const MaxFed = 4096
+
+// Restriction is what Restrict keeps a sandbox to.
+type Restriction struct {
+	ID    string // of the sandbox
+	Rules Rules
+	// Fed is what is in the rules' sets from the beginning, by the rules' indices: each address until the time given.
+	Fed map[int]map[netip.Addr]time.Time
+}
 
 // Rules are what a restricted sandbox may begin, after what no sandbox may. The first that matches decides; where none
 // does, the packet is refused.

@@ -63,22 +63,25 @@ func (n *Net) Attachment(ctx context.Context, id string) (att Attachment, attach
 	return n.attachment(id, b.slot), true, nil
 }
 
-// Restrict keeps an attached sandbox to rules, in place of what held before, in one transaction. fed is what is in the
-// rules' sets from the beginning, by the rules' indices. Flows that are open stay. Where an earlier daemon attached the
-// sandbox it still begins nothing before Recover. Detach ends the restriction.
-func (n *Net) Restrict(ctx context.Context, id string, rules Rules, fed map[int]map[netip.Addr]time.Time) error {
-	b, giveBack, err := n.take(ctx, id, false)
-	if err != nil {
-		return err
+// Restrict keeps attached sandboxes, each of them named once, to rules, in place of what held before, in one transaction:
+// where it fails, all of them keep what they had. Flows that are open stay. Where an earlier daemon attached a sandbox it
+// still begins nothing before Recover. Detach ends the restriction.
+func (n *Net) Restrict(ctx context.Context, all ...Restriction) error {
+	// In the order of their ids, so that two who take many do not wait for each other.
+	all = slices.SortedFunc(slices.Values(all), func(a, b Restriction) int { return strings.Compare(a.ID, b.ID) })
+	entries := make([]entry, len(all))
+	for i, r := range all {
+		b, giveBack, err := n.take(ctx, r.ID, false)
+		if err != nil {
+			return err
+		}
+		defer giveBack()
+		if b == nil || !b.attached {
+			return shard.Errorf(shard.CodeInternal, "sandbox %s has no network", r.ID)
+		}
+		entries[i] = n.entry(b.slot)
 	}
-	if b == nil {
-		return shard.Errorf(shard.CodeInternal, "sandbox %s has no network", id)
-	}
-	defer giveBack()
-	if !b.attached {
-		return shard.Errorf(shard.CodeInternal, "sandbox %s has no network", id)
-	}
-	return n.table.restrict(n.entry(b.slot), rules, fed)
+	return n.table.restrict(entries, all)
 }
 
 // Feed puts addresses into the sets of rules of a restricted sandbox, until the time given: never for a shorter time than
@@ -97,42 +100,59 @@ func (n *Net) Feed(ctx context.Context, id string, rules []int, addrs []netip.Ad
 	return n.table.feed(n.entry(slot), rules, addrs, until)
 }
 
-func (t *table) restrict(e entry, rules Rules, fed map[int]map[netip.Addr]time.Time) error {
+// restrict keeps each of the entries to that of all which is in its place.
+func (t *table) restrict(entries []entry, all []Restriction) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.serial++
-	next := &restriction{Rules: rules, stem: fmt.Sprintf("policy_%s_%d", strings.TrimPrefix(e.iface, t.prefix), t.serial),
-		fed: make([]map[netip.Addr]time.Time, len(rules.Rules))}
-	for i, addrs := range fed {
-		if i < len(next.fed) && next.usesSet(i) {
-			next.fed[i] = addrs
-		}
-	}
-	before, opened := t.restricted[e.iface], t.held[e]
-	err := t.locked(func(c *nftables.Conn) error {
-		err := t.describeRestriction(c, next)
-		if opened { // the verdict of an element cannot be changed
-			err = errors.Join(err, c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}}),
-				c.SetAddElements(t.egress, egressElement(e.iface, next)))
-		}
-		was, is := t.redirects(before), t.redirects(next)
-		for _, set := range is {
-			if !slices.Contains(was, set) {
-				err = errors.Join(err, c.SetAddElements(set, []nftables.SetElement{{Key: ifname(e.iface)}}))
-			}
-		}
-		for _, set := range was {
-			if !slices.Contains(is, set) {
-				err = errors.Join(err, c.SetDeleteElements(set, []nftables.SetElement{{Key: ifname(e.iface)}}))
-			}
-		}
-		if before != nil {
-			t.forget(c, before)
+	next := make([]*restriction, len(all))
+	err := t.locked(func(c *nftables.Conn) (err error) {
+		for i, r := range all {
+			next[i] = t.newRestriction(entries[i], r)
+			err = errors.Join(err, t.switchTo(c, entries[i], next[i]))
 		}
 		return err
 	})
 	if err == nil {
-		t.restricted[e.iface] = next
+		for i, e := range entries {
+			t.restricted[e.iface] = next[i]
+		}
+	}
+	return err
+}
+
+func (t *table) newRestriction(e entry, of Restriction) *restriction {
+	t.serial++
+	r := &restriction{Rules: of.Rules, stem: fmt.Sprintf("policy_%s_%d", strings.TrimPrefix(e.iface, t.prefix), t.serial),
+		fed: make([]map[netip.Addr]time.Time, len(of.Rules.Rules))}
+	for i, addrs := range of.Fed {
+		if i < len(r.fed) && r.usesSet(i) {
+			r.fed[i] = addrs
+		}
+	}
+	return r
+}
+
+// switchTo puts next up, leads what the entry sends there, and takes down what it was led to before.
+func (t *table) switchTo(c *nftables.Conn, e entry, next *restriction) error {
+	before := t.restricted[e.iface]
+	err := t.describeRestriction(c, next)
+	if t.held[e] { // opened; the verdict of an element cannot be changed
+		err = errors.Join(err, c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}}),
+			c.SetAddElements(t.egress, egressElement(e.iface, next)))
+	}
+	was, is := t.redirects(before), t.redirects(next)
+	for _, set := range is {
+		if !slices.Contains(was, set) {
+			err = errors.Join(err, c.SetAddElements(set, []nftables.SetElement{{Key: ifname(e.iface)}}))
+		}
+	}
+	for _, set := range was {
+		if !slices.Contains(is, set) {
+			err = errors.Join(err, c.SetDeleteElements(set, []nftables.SetElement{{Key: ifname(e.iface)}}))
+		}
+	}
+	if before != nil {
+		t.forget(c, before)
 	}
 	return err
 }

@@ -114,7 +114,7 @@ func TestRestrict(t *testing.T) {
 	}
 	restrict := func(r Rules) {
 		t.Helper()
-		if err := n.Restrict(t.Context(), "able-box", r, nil); err != nil {
+		if err := n.Restrict(t.Context(), Restriction{ID: "able-box", Rules: r}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -231,6 +231,79 @@ func (r Rules) allows(addr netip.Addr, protocol string, port uint16, fed map[int
 	return false
 }
 
+// TestRestrictMany: many sandboxes change their rules in one step or not at all, and each goes by its own.
+func TestRestrictMany(t *testing.T) {
+	newWorld(t)
+	n := open(t, Config{Tag: "many", Pool: -1})
+	there := fmt.Sprintf("%s:%d", worldUplink, port)
+	opened := Rules{Default: "default", Rules: []Rule{{Label: "1", Allow: true, TCP: everyPort}}}
+	large := opened
+	for i := range 255 {
+		large.Rules = append(large.Rules, Rule{Label: fmt.Sprint(i + 2), Fed: true, TCP: []Ports{{443, 443}, {8443, 8443}}})
+	}
+	closed := Rules{Default: "default"}
+	const boxes = 6
+	at := make([]Attachment, boxes)
+	id := func(i int) string { return fmt.Sprintf("many-box-%d", i) }
+	for i := range boxes {
+		at[i] = attach(t, n, id(i))
+	}
+	all := func(rules ...Rules) (out []Restriction) {
+		for i := range boxes {
+			out = append(out, Restriction{ID: id(i), Rules: rules[i%len(rules)]})
+		}
+		return out
+	}
+	expect := func(when string, want ...string) {
+		t.Helper()
+		for i, a := range at {
+			if got := dials(a.Netns, "tcp4", there); got != want[i%len(want)] {
+				t.Errorf("%s: sandbox %d: %s, want %s", when, i, got, want[i%len(want)])
+			}
+		}
+	}
+	if err := n.Restrict(t.Context(), all(large, closed)...); err != nil {
+		t.Fatal(err)
+	}
+	expect("the first rules", "ok", "refused")
+	if err := n.Restrict(t.Context(), all(closed, opened)...); err != nil {
+		t.Fatal(err)
+	}
+	expect("the next", "refused", "ok")
+
+	// The kernel refuses a word this long; what was there stays, and so does what a later change finds.
+	bad := closed
+	bad.Default = strings.Repeat("x", 200)
+	some := all(opened)
+	some[3].Rules = bad
+	if err := n.Restrict(t.Context(), some...); err == nil {
+		t.Error("rules that the kernel does not take: no error")
+	}
+	expect("after a failure", "refused", "ok")
+	if err := n.Restrict(t.Context(), append(all(opened), Restriction{ID: "no-box", Rules: opened})...); err == nil {
+		t.Error("a sandbox without a network: no error")
+	}
+	expect("after another", "refused", "ok")
+
+	// Two that take the same ones in other orders end.
+	var both sync.WaitGroup
+	for turn := range 2 {
+		both.Go(func() {
+			for range 10 {
+				mine := all(opened)
+				if turn == 1 {
+					slices.Reverse(mine)
+				}
+				if err := n.Restrict(t.Context(), mine...); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	both.Wait()
+	expect("in the end", "ok")
+}
+
 // TestRulesAsPackets: the kernel lets through exactly what random rules allow.
 func TestRulesAsPackets(t *testing.T) {
 	newWorld(t)
@@ -260,7 +333,7 @@ func TestRulesAsPackets(t *testing.T) {
 			}
 			rules.Rules = append(rules.Rules, r)
 		}
-		if err := n.Restrict(t.Context(), "able-box", rules, fed); err != nil {
+		if err := n.Restrict(t.Context(), Restriction{ID: "able-box", Rules: rules, Fed: fed}); err != nil {
 			t.Fatal(err)
 		}
 		for _, to := range slices.Concat(worldPublic, worldPublic6) {

@@ -3,6 +3,7 @@ package netns
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"slices"
 	"sync"
@@ -128,17 +129,46 @@ func (t *table) transact(describe func(c *nftables.Conn) error) error {
 
 // locked is transact for who holds mu.
 func (t *table) locked(describe func(c *nftables.Conn) error) error {
+	return t.connected(func(*nftables.Conn) error {
+		// The library asks for the kernel's word, and for a copy of each rule: as much work again as the rules. One word about
+		// all will do, so it only writes the messages.
+		var batch []netlink.Message
+		c, err := nftables.New(nftables.WithTestDial(func(all []netlink.Message) ([]netlink.Message, error) {
+			batch = append(batch, all...)
+			return nil, io.EOF // no answer
+		}))
+		if err == nil {
+			err = describe(c)
+		}
+		if err == nil {
+			err = c.Flush()
+		}
+		if err != nil || len(batch) == 0 {
+			return err
+		}
+		for i := range batch {
+			batch[i].Header.Flags &^= netlink.Acknowledge | netlink.Echo
+			batch[i].Header.Sequence, batch[i].Header.PID = 0, 0 // the socket's
+		}
+		batch[len(batch)-2].Header.Flags |= netlink.Acknowledge // the last of ours; of another, an error alone is told
+		if _, err := t.sock.SendMessages(batch); err != nil {
+			return err
+		}
+		_, err = t.sock.Receive()
+		return err
+	})
+}
+
+// connected gives ask the socket for transactions. The caller holds mu.
+func (t *table) connected(ask func(c *nftables.Conn) error) error {
 	err := t.dial()
 	if err == nil {
-		err = describe(t.conn)
-	}
-	if err == nil {
-		err = t.conn.Flush()
+		err = ask(t.conn)
 	}
 	if err != nil {
-		// Half a description, or answers nobody read, must not reach the next transaction.
+		// Answers nobody read must not reach the next transaction.
 		t.hangUp()
-		return fmt.Errorf("change nftables table %s: %w", t.name, err)
+		return fmt.Errorf("nftables table %s: %w", t.name, err)
 	}
 	return nil
 }
@@ -244,7 +274,7 @@ func (t *table) tryPut() error {
 // standing lists the names under which there is a table of ours. One that is empty, left by a failure, is taken away.
 func (t *table) standing() (names []string, err error) {
 	var empty []*nftables.Table
-	err = t.locked(func(c *nftables.Conn) error {
+	err = t.connected(func(c *nftables.Conn) error {
 		tables, err := c.ListTablesOfFamily(t.nft.Family)
 		for _, other := range tables {
 			switch {
