@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"unicode/utf16"
 )
 
 // leastWatched is how long a value must be, in bytes, to be looked for in answers. A shorter one would be found by chance in
@@ -45,8 +46,8 @@ func Watched(secrets []Secret) *Watch {
 	w := &Watch{secrets: secrets, nodes: make([]node, 1)}
 	seen := map[string]bool{}
 	for i := range secrets {
-		v := secrets[i].Value.Reveal()
-		if len(v) < leastWatched {
+		v := watchable(secrets[i])
+		if v == "" {
 			continue
 		}
 		for _, f := range forms(v, secrets[i].Placeholder) {
@@ -63,13 +64,26 @@ func Watched(secrets []Secret) *Watch {
 	return w
 }
 
+// watchable is what is looked for of a secret's value, "" for nothing: HTTP takes blanks off the ends of a header.
+func watchable(s Secret) string {
+	v := strings.Trim(s.Value.Reveal(), " \t")
+	if len(v) < leastWatched {
+		return ""
+	}
+	return v
+}
+
 // form is one way in which a value is written, and how its placeholder is.
 type form struct{ find, put string }
 
 // forms are the ways in which encoders write a value: as it is, escaped for URLs, JSON and HTML, and inside base64.
 func forms(value, placeholder string) []form {
 	texts := []string{value, url.QueryEscape(value), url.PathEscape(value), html.EscapeString(value)}
-	for _, kept := range []string{"-_.~", "-_.!~*'()", "-_.!~*'();,/?:@&=+$#"} { // RFC 3986, encodeURIComponent, encodeURI
+	for _, apostrophe := range []string{"&#39;", "&#x27;", "&#039;"} { // Go, Python, PHP
+		texts = append(texts, strings.NewReplacer("&#34;", "&quot;", "&#39;", apostrophe).Replace(html.EscapeString(value)))
+	}
+	texts = append(texts, escapeJSON(value, "", "0123456789abcdef"), escapeJSON(value, "\"&'+<>`", hexDigits)) // Python, .NET
+	for _, kept := range []string{"-_.~", "-_.!~*'()", "-_.!~*'();,/?:@&=+$#"} {                               // RFC 3986, encodeURIComponent, encodeURI
 		texts = append(texts, escape(value, kept))
 	}
 	for _, t := range slices.Clone(texts) {
@@ -121,6 +135,22 @@ func escape(s, kept string) string {
 			b.WriteByte(c)
 		} else {
 			b.WriteString("%" + string(hexDigits[c>>4]) + string(hexDigits[c&15]))
+		}
+	}
+	return b.String()
+}
+
+// escapeJSON writes what is special or not ASCII as \uXXXX, as JSON may.
+func escapeJSON(s, special, digits string) string {
+	var b strings.Builder
+	for _, u := range utf16.Encode([]rune(s)) {
+		switch {
+		case u >= 0x80 || strings.IndexByte(special, byte(u)) >= 0:
+			b.Write([]byte{'\\', 'u', digits[u>>12], digits[u>>8&15], digits[u>>4&15], digits[u&15]})
+		case u == '"' || u == '\\':
+			b.Write([]byte{'\\', byte(u)})
+		default:
+			b.WriteByte(byte(u))
 		}
 	}
 	return b.String()

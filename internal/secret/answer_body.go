@@ -47,8 +47,7 @@ func (w *Watch) names(name string) bool {
 		return false
 	}
 	for i := range w.secrets {
-		v := w.secrets[i].Value.Reveal()
-		if len(v) >= leastWatched && strings.Contains(strings.ToLower(name), strings.ToLower(v)) {
+		if v := watchable(w.secrets[i]); v != "" && strings.Contains(strings.ToLower(name), strings.ToLower(v)) {
 			return true
 		}
 	}
