@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// Code is the machine-readable name of a refusal. Clients match on it; the set is closed (contract §3.3).
+// Code is the machine-readable name of a refusal. Clients match on it; the set is closed.
 type Code string
 
 // The codes of the API.

@@ -4,7 +4,7 @@ package shard
 
 import "time"
 
-// Sandbox is the public record of one sandbox (contract §1.1).
+// Sandbox is the public record of one sandbox.
 type Sandbox struct {
 	ID            string    `json:"id"`
 	Name          string    `json:"name,omitempty"`
@@ -77,7 +77,7 @@ type ExitStatus struct {
 	Signal int `json:"signal"`
 }
 
-// Exec is the record of one command (contract §1.1).
+// Exec is the record of one command.
 type Exec struct {
 	ID         string      `json:"exec"`
 	Sandbox    string      `json:"sandbox"`
@@ -315,7 +315,7 @@ type RunRequest struct {
 	Restart *RestartSpec `json:"restart,omitempty"`
 }
 
-// Progress is one step of a pull, as create and pull report it (contract §3.4).
+// Progress is one step of a pull, as create and pull report it.
 type Progress struct {
 	// Status is cached, pulling, layer, unpacking, unpacked, building or pulled.
 	Status    string `json:"status"`

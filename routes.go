@@ -23,7 +23,7 @@ type Route struct {
 	Door bool
 }
 
-// Routes is every route of the API (contract §3.2).
+// Routes is every route of the API.
 var Routes = []Route{
 	{Method: "GET", Path: "/v0/version"},
 	{Method: "GET", Path: "/v0/capabilities", Query: []string{"provider"}},

@@ -1,6 +1,6 @@
 package shard
 
-// State is where a sandbox stands (contract §1.2).
+// State is where a sandbox stands.
 type State string
 
 // The states of a sandbox.
@@ -81,7 +81,7 @@ var advice = map[Code]string{
 	CodeSandboxFailed:     "it can only be inspected and removed",
 }
 
-// CheckVerb says whether a sandbox in this state allows the verb, and with which code it refuses (contract §1.3).
+// CheckVerb says whether a sandbox in this state allows the verb, and with which code it refuses.
 // ref names the sandbox in the message.
 func CheckVerb(ref string, state State, verb Verb) error {
 	code, refused := refusals[verb][state]

@@ -76,7 +76,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// TestStateTable states the contract's table (§1.3) a second time, in its own order of columns.
+// TestStateTable states the table of verbs and states a second time, in another order of columns.
 func TestStateTable(t *testing.T) {
 	columns := []State{StatePending, StateRunning, StatePaused, StateUnresponsive, StateStopped, StateFailed, StateCreated}
 	short := map[string]Code{"ok": "", "nr": CodeSandboxNotRunning, "ns": CodeSandboxNotStopped, "np": CodeSandboxNotPaused,

@@ -20,7 +20,7 @@ import (
 	"github.com/useshards/shard/internal/testenv"
 )
 
-// TestCreateModes: the three ways in which a create answers (contract §3.4), for an image that is on the host.
+// TestCreateModes: the three ways in which a create answers, for an image that is on the host.
 func TestCreateModes(t *testing.T) {
 	t.Parallel()
 	d := start(t)

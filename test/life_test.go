@@ -87,7 +87,7 @@ func TestLife(t *testing.T) {
 }
 
 // TestVerbsByState asks every verb of a sandbox in every state that can be reached on purpose, and compares with the
-// table of the contract (§1.3), which is the one of the root package.
+// table of the root package.
 func TestVerbsByState(t *testing.T) {
 	t.Parallel()
 	d := start(t)

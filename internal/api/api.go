@@ -24,7 +24,7 @@ import (
 	"github.com/useshards/shard/internal/image"
 )
 
-// maxBody bounds a JSON body, in bytes (contract §3.1).
+// maxBody bounds a JSON body, in bytes.
 const maxBody = 1 << 20
 
 // idle is how long a client may send or take nothing while a file or an archive moves.

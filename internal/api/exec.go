@@ -16,7 +16,7 @@ import (
 	"github.com/useshards/shard/internal/engine"
 )
 
-// The first byte of a stream's message (contract §3.5). Output messages carry the agent's channel, which is the same.
+// The first byte of a stream's message. Output messages carry the agent's channel, which is the same.
 const (
 	frameStdin       = 0x00
 	frameExit        = 0x03

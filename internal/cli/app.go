@@ -67,7 +67,7 @@ type DaemonOptions struct {
 	StorageSizeMiB int64
 }
 
-// The exit codes that are not a command's own (contract §2.5).
+// The exit codes that are not a command's own.
 const (
 	exitFailure     = 1
 	exitNotFound    = 127

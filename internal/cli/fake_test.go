@@ -77,7 +77,7 @@ func runApp(t *testing.T, app *cli.App, args ...string) result {
 	return result{out.String(), errs.String(), code}
 }
 
-// daemon speaks the contract over a real socket. Its sandbox "box" is this host: commands are real processes, files
+// daemon speaks the API over a real socket. Its sandbox "box" is this host: commands are real processes, files
 // are under box.
 type daemon struct {
 	t    *testing.T

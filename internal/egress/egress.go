@@ -88,7 +88,7 @@ type answered struct {
 }
 
 // maxAsking is how many questions to nameservers may be under way in all, maxPerWard how many questions, and how many TCP
-// connections, of one sandbox (contract §4.8).
+// connections, of one sandbox.
 const (
 	maxAsking  = 256
 	maxPerWard = 16

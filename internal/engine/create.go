@@ -19,7 +19,7 @@ import (
 const (
 	defaultDiskMiB = 10240
 	defaultPath    = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-	// gvisorMinMemoryMiB: below it the sentry itself does not fit (contract §4.10).
+	// gvisorMinMemoryMiB: below it the sentry itself does not fit.
 	gvisorMinMemoryMiB = 64
 	maxMemoryMiB       = 16777216
 	maxDiskMiB         = 16777088

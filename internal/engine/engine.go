@@ -488,7 +488,7 @@ func (u *undo) run(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// Bounds of the server's own work (contract §3.1).
+// Bounds of the server's own work.
 const (
 	startTime    = 60 * time.Second
 	execTime     = 20 * time.Second

@@ -19,7 +19,7 @@ import (
 	"github.com/useshards/shard/internal/stream"
 )
 
-// Limits of commands (contract §4.2).
+// Limits of commands.
 const (
 	maxRunning       = 32  // in one sandbox
 	maxRunningDaemon = 256 // in all

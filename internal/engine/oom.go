@@ -7,7 +7,7 @@ import (
 	"github.com/useshards/shard"
 )
 
-// A sandbox that the host ended for want of memory is started again (contract §4.4): on the next tick, and when that
+// A sandbox that the host ended for want of memory is started again: on the next tick, and when that
 // happens again within steady of a start, after a wait that doubles from oomFirstWait to oomMostWait.
 const (
 	oomTick      = 5 * time.Second

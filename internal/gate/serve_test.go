@@ -401,7 +401,7 @@ func case138(t *testing.T, d *testenv.Daemon) {
 		}
 		plain, _ := json.Marshal(map[string]string{"image": image, "name": strings.NewReplacer("%2e", ".", "%2f", "/", "%00", "\x00", "%20", " ").Replace(name)})
 		if name == "-" {
-			continue // the contract allows it
+			continue // which is allowed
 		}
 		status, body := s.ask(strings.NewReader(head("POST", "/v0/sandboxes", key, "Content-Length: "+strconv.Itoa(len(plain))) + string(plain)))
 		if status != 400 {

@@ -24,7 +24,7 @@ import (
 	"github.com/useshards/shard"
 )
 
-// Bounds of a policy (contract §4.8).
+// Bounds of a policy.
 const (
 	MaxRules = 256
 	// MaxPorts is how many different ports one rule may name.

@@ -22,7 +22,7 @@ const (
 	logHeadAt = 41 // bytes of that line
 )
 
-// MaxLog is how large each of the two files of a log may become, in bytes (contract §4.3).
+// MaxLog is how large each of the two files of a log may become, in bytes.
 const MaxLog = 16 << 20
 
 // maxBehind is how far a holding reader may be behind before the program waits for it. What it has not read is then in

@@ -13,7 +13,7 @@ import (
 	"sync"
 )
 
-// Held is how many of the newest bytes of one command are kept, both channels together (contract §4.2).
+// Held is how many of the newest bytes of one command are kept, both channels together.
 const Held = 8 << 20
 
 // The ring file: a header page, then ringSize bytes in which frames follow one another and wrap around. A frame is a

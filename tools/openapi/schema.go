@@ -56,18 +56,8 @@ func readComments(dir string) (comments, error) {
 	return out, nil
 }
 
-// flow makes one line of a comment, without the pointers to documents that readers of the API do not have.
-func flow(text string) string {
-	text = strings.Join(strings.Fields(text), " ")
-	for {
-		at := strings.Index(text, " (contract §")
-		if at < 0 {
-			return text
-		}
-		end := strings.IndexByte(text[at:], ')')
-		text = text[:at] + text[at+end+1:]
-	}
-}
+// flow makes one line of a comment.
+func flow(text string) string { return strings.Join(strings.Fields(text), " ") }
 
 // facts are what a Go type cannot say: enumerations, patterns and bounds, by type or by field.
 var facts = map[string]object{

@@ -19,7 +19,7 @@ import (
 // agentPath is where shard-init stands in the guest.
 const agentPath = "/.shard-init"
 
-// pidsMax is the bound on processes and threads of every sandbox (contract §4.10).
+// pidsMax is the bound on processes and threads of every sandbox.
 const pidsMax = 4096
 
 // capabilities are what root in a sandbox keeps: the 14 that container engines agree on.

@@ -134,7 +134,7 @@ func gvisorFlags(s provider.Spec) []string {
 	}
 }
 
-// gvisorLimits leaves room for the sentry beside the guest's memory (contract §4.10).
+// gvisorLimits leaves room for the sentry beside the guest's memory.
 func gvisorLimits(r shard.Resources) cgroup.Limits {
 	l := cgroup.Limits{CPUs: r.VCPUs, PIDs: pidsMax}
 	if m := r.MemoryMiB; m > 0 {
