@@ -178,8 +178,9 @@ func (t *table) dial() (err error) {
 	if t.conn != nil {
 		return nil
 	}
-	// A transaction is one message, which the socket must hold.
-	const most = 8 << 20
+	// A transaction is one message, which the socket must hold: 256 rules of one sandbox are 300 KiB, and the whole table is
+	// put up in one. It bounds and takes nothing.
+	const most = 256 << 20
 	t.conn, err = nftables.New(nftables.AsLasting(), nftables.WithSockOptions(func(c *netlink.Conn) error {
 		t.sock = c
 		return errors.Join(c.SetWriteBuffer(most), c.SetReadBuffer(most))
