@@ -19,7 +19,7 @@ import (
 )
 
 // restriction is the rules of one sandbox and what the kernel holds of them: a chain that its verdict in the map egress
-// leads to, a chain for each way to be refused, and sets of what its rules are fed. Each restriction has names of its
+// leads to, which leads to one for each part of the traffic, a chain for each way to be refused, and sets of what its rules are fed. Each restriction has names of its
 // own, so that one transaction can put up the next, switch the verdict and take down the one before.
 type restriction struct {
 	Rules
@@ -192,6 +192,9 @@ func (t *table) redirects(r *restriction) (sets []*nftables.Set) {
 // forget takes a restriction down; no verdict leads to it any more.
 func (t *table) forget(c *nftables.Conn, r *restriction) {
 	chains := []string{r.chain()}
+	for _, p := range r.parts() {
+		chains = append(chains, r.partChain(p))
+	}
 	for i := range len(r.Rules.Rules) + 1 {
 		if r.refuses(i) {
 			chains = append(chains, r.refusal(i))
@@ -300,12 +303,12 @@ func fedKey(rule int, addr netip.Addr) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(rule)), addr.AsSlice()...)
 }
 
-// wasFed matches packets to what the rule was fed.
+// wasFed matches packets of the family to what the rule was fed.
 func (f family) wasFed(rule int, set *nftables.Set) []expr.Any {
 	const key, behind = 8, 9 // NFT_REG32_00 and the one after
-	return append(f.is(), &expr.Immediate{Register: key, Data: binary.BigEndian.AppendUint32(nil, uint32(rule))},
+	return []expr.Any{&expr.Immediate{Register: key, Data: binary.BigEndian.AppendUint32(nil, uint32(rule))},
 		&expr.Payload{DestRegister: behind, Base: expr.PayloadBaseNetworkHeader, Offset: f.to, Len: f.length},
-		&expr.Lookup{SourceRegister: key, SetName: set.Name, SetID: set.ID})
+		&expr.Lookup{SourceRegister: key, SetName: set.Name, SetID: set.ID}}
 }
 
 // setNumber is a number by which the batch under way names a new set. The caller holds mu.
@@ -345,99 +348,137 @@ func (t *table) describeRestriction(c *nftables.Conn, r *restriction) error {
 			errs = append(errs, c.AddSet(fed[f], elements))
 		}
 	}
-	for i := range r.Rules.Rules {
-		it := &r.Rules.Rules[i]
-		abouts := [][]expr.Any{destination(it)}
-		if it.Fed {
-			abouts = [][]expr.Any{v4.wasFed(i, fed[v4]), v6.wasFed(i, fed[v6])}
-		}
-		then := verdict(expr.VerdictAccept)
-		if !it.Allow {
-			then = refuse(i)
-		}
-		for _, about := range abouts {
-			flows, err := t.traffic(c, it) // for each anew: a set of ports is of one rule
-			errs = append(errs, err)
-			for _, flow := range flows {
-				rule(chain, flow, about, then)
-			}
+	then := make([][]expr.Any, len(r.Rules.Rules)+1)
+	for i := range then {
+		then[i] = verdict(expr.VerdictAccept)
+		if r.refuses(i) {
+			then[i] = refuse(i)
 		}
 	}
-	rule(chain, refuse(len(r.Rules.Rules)))
+	for _, p := range r.parts() {
+		own := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.partChain(p)})
+		for i := range r.Rules.Rules {
+			it := &r.Rules.Rules[i]
+			if !it.isAbout(p) {
+				continue
+			}
+			about := p.destination(it.Prefix)
+			if it.Fed {
+				about = p.wasFed(i, fed[p.family])
+			}
+			ports, err := t.ports(c, it.ports(p))
+			errs = append(errs, err)
+			for _, match := range ports {
+				rule(own, match, about, then[i])
+			}
+		}
+		rule(own, then[len(r.Rules.Rules)])
+		rule(chain, p.is(), goTo(own))
+	}
+	rule(chain, then[len(r.Rules.Rules)])
 	return errors.Join(errs...)
 }
 
-// destination matches the addresses of a rule that is not fed.
-func destination(r *Rule) []expr.Any {
-	p := r.Prefix.Masked()
-	if !p.IsValid() {
+// part is the packets of a family and a protocol. Each part has a chain of its own, in which no rule has to look at these
+// again: what rules are made of is what they cost, when they are put up and when packets pass.
+type part struct {
+	family
+	protocol byte // 0: those that are neither TCP nor UDP
+}
+
+// parts are those that rules are about; the default is for the rest.
+func (r *restriction) parts() (some []part) {
+	for _, f := range []family{v4, v6} {
+		for _, p := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, 0} {
+			if slices.ContainsFunc(r.Rules.Rules, func(it Rule) bool { return it.isAbout(part{f, p}) }) {
+				some = append(some, part{f, p})
+			}
+		}
+	}
+	return some
+}
+
+func (r *restriction) partChain(p part) string {
+	return fmt.Sprintf("%s_family%d_protocol%d", r.stem, p.family.number, p.protocol)
+}
+
+func (r *Rule) isAbout(p part) bool {
+	if !r.Fed && r.Prefix.IsValid() && r.Prefix.Addr().Is4() != (p.family == v4) {
+		return false
+	}
+	return len(r.ports(p)) > 0
+}
+
+// ports are the rule's of the part's protocol; every one where it has none.
+func (r *Rule) ports(p part) []Ports {
+	switch {
+	case p.protocol == unix.IPPROTO_TCP:
+		return r.TCP
+	case p.protocol == unix.IPPROTO_UDP:
+		return r.UDP
+	case r.Other:
+		return everyPort
+	}
+	return nil
+}
+
+// is matches the packets of the part.
+func (p part) is() []expr.Any {
+	if p.protocol != 0 {
+		return append(p.family.is(), protocol(p.protocol)...)
+	}
+	return append(p.family.is(), &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_TCP}},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_UDP}})
+}
+
+// destination matches packets of the family to addresses of the prefix; all of them where there is none.
+func (p part) destination(prefix netip.Prefix) []expr.Any {
+	prefix = prefix.Masked()
+	if !prefix.IsValid() || prefix.Bits() == 0 {
 		return nil
 	}
-	f := v4
-	if p.Addr().Is6() {
-		f = v6
+	addr, bytes := prefix.Addr().AsSlice(), prefix.Bits()/8
+	match := []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: p.to, Len: p.length}}
+	if prefix.Bits()%8 == 0 {
+		match[0] = &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: p.to, Len: uint32(bytes)}
+		return append(match, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: addr[:bytes]})
 	}
-	if p.Bits() == 0 {
-		return f.is()
-	}
-	mask := make([]byte, f.length)
-	for i := range p.Bits() {
+	mask := make([]byte, p.length)
+	for i := range prefix.Bits() {
 		mask[i/8] |= 1 << (7 - i%8)
 	}
-	return append(f.destination(),
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: f.length, Mask: mask, Xor: make([]byte, f.length)},
-		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Addr().AsSlice()})
+	return append(match,
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: p.length, Mask: mask, Xor: make([]byte, p.length)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: addr})
 }
 
 var everyPort = []Ports{{0, 65535}}
 
-// traffic is matches of which each is of a part of the rule's traffic, and all together of the whole.
-func (t *table) traffic(c *nftables.Conn, r *Rule) (matches [][]expr.Any, err error) {
-	if r.Other && slices.Equal(r.TCP, everyPort) && slices.Equal(r.UDP, everyPort) {
+// ports is matches of packets, whose protocol has ports, to some: each of a part of them, and all together of the whole.
+func (t *table) ports(c *nftables.Conn, some []Ports) (matches [][]expr.Any, err error) {
+	// A set costs the kernel more than some rules: it looks through all sets of the table for each.
+	const few = 8
+	switch {
+	case slices.Equal(some, everyPort):
 		return [][]expr.Any{nil}, nil
-	}
-	for _, part := range []struct {
-		protocol byte
-		ports    []Ports
-	}{{unix.IPPROTO_TCP, r.TCP}, {unix.IPPROTO_UDP, r.UDP}} {
-		if len(part.ports) == 0 {
-			continue
+	case len(some) <= few:
+		for _, p := range some {
+			matches = append(matches, []expr.Any{portOf(),
+				&expr.Range{Op: expr.CmpOpEq, Register: 1, FromData: portNumber(p.From), ToData: portNumber(p.To)}})
 		}
-		// A set costs the kernel more than some rules: it looks through all sets of the table for each.
-		const few = 8
-		match := protocol(part.protocol)
-		switch {
-		case slices.Equal(part.ports, everyPort):
-		case len(part.ports) <= few:
-			for _, p := range part.ports {
-				matches = append(matches, append(protocol(part.protocol), portOf(),
-					&expr.Range{Op: expr.CmpOpEq, Register: 1, FromData: portNumber(p.From), ToData: portNumber(p.To)}))
-			}
-			continue
-		default:
-			set := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "__set%d", Anonymous: true, Constant: true, Interval: true,
-				KeyType: nftables.TypeInetService}
-			var elements []nftables.SetElement
-			for _, p := range part.ports {
-				elements = append(elements, nftables.SetElement{Key: portNumber(p.From)})
-				if p.To < 65535 {
-					elements = append(elements, nftables.SetElement{Key: portNumber(p.To + 1), IntervalEnd: true})
-				}
-			}
-			if err := c.AddSet(set, elements); err != nil {
-				return nil, err
-			}
-			match = append(match, portOf())
-			match = append(match, lookup(set, true)...)
+		return matches, nil
+	}
+	set := &nftables.Set{Table: t.nft, ID: t.setNumber(), Name: "__set%d", Anonymous: true, Constant: true, Interval: true,
+		KeyType: nftables.TypeInetService}
+	var elements []nftables.SetElement
+	for _, p := range some {
+		elements = append(elements, nftables.SetElement{Key: portNumber(p.From)})
+		if p.To < 65535 {
+			elements = append(elements, nftables.SetElement{Key: portNumber(p.To + 1), IntervalEnd: true})
 		}
-		matches = append(matches, match)
 	}
-	if r.Other {
-		matches = append(matches, []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1},
-			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_TCP}},
-			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{unix.IPPROTO_UDP}}})
-	}
-	return matches, nil
+	return [][]expr.Any{append([]expr.Any{portOf()}, lookup(set, true)...)}, c.AddSet(set, elements)
 }
 
 // restrictedChains adds what all restricted sandboxes share: the ways to the resolver and the proxy, and words for what no
