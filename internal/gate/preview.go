@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"net/http/httputil"
 	"net/url"
 	"slices"
@@ -69,7 +70,7 @@ func newPreview(g *Gate, where string) (*preview, error) {
 	http1.SetHTTP1(true)
 	p.transport.Protocols = http1
 	logger := slog.NewLogLogger(g.o.Log.Handler(), slog.LevelDebug)
-	p.proxy = &httputil.ReverseProxy{Transport: p.transport, Rewrite: p.rewriteRequest, ModifyResponse: p.rewriteAnswer, ErrorHandler: p.failed,
+	p.proxy = &httputil.ReverseProxy{Transport: finalOnly{p.transport}, Rewrite: p.rewriteRequest, ModifyResponse: p.rewriteAnswer, ErrorHandler: p.failed,
 		FlushInterval: -1, BufferPool: new(buffers), ErrorLog: logger}
 	p.server = &http.Server{Handler: p, DisableGeneralOptionsHandler: true, ReadHeaderTimeout: headTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHead, ErrorLog: logger, Protocols: http1,
 		ConnContext: func(ctx context.Context, nc net.Conn) context.Context {
@@ -227,7 +228,7 @@ func (p *preview) admit(w http.ResponseWriter, r *http.Request, c *conn) (v *vis
 		return nil, true, p.enter(w, r, v, signed, clean)
 	}
 	key := p.gate.bearer(r.Header.Values("Authorization"))
-	v.keyed = key != nil
+	v.keyed = p.gate.holdsKey(r)
 	link, refusal := p.linkOf(r, v)
 	switch {
 	case refusal != nil:
@@ -356,6 +357,14 @@ func (p *preview) ownPage(r *http.Request, v *visit) bool {
 	from := r.Header.Values("Origin")
 	if len(from) == 0 {
 		site := r.Header.Get("Sec-Fetch-Site")
+		if site == "" { // over plain HTTP browsers do not say
+			u, err := url.Parse(r.Header.Get("Referer"))
+			if err != nil || !p.owns(u.Host) {
+				return err == nil
+			}
+			_, ok := p.localOrigin(r.Header.Get("Referer"), v)
+			return ok
+		}
 		if site != "same-site" && site != "cross-site" {
 			return true
 		}
@@ -369,6 +378,33 @@ func (p *preview) ownPage(r *http.Request, v *visit) bool {
 	}
 	_, ok := p.localOrigin(from[0], v)
 	return ok
+}
+
+// holdsKey says whether Authorization holds an API key of ours in whatever form.
+func (g *Gate) holdsKey(r *http.Request) bool {
+	valid := func(text string) bool { _, err := g.book.Check(text); return err == nil }
+	user, password, _ := r.BasicAuth()
+	return valid(user) || valid(password) || slices.ContainsFunc(r.Header.Values("Authorization"), func(value string) bool {
+		return slices.ContainsFunc(strings.Fields(value), valid)
+	})
+}
+
+// finalOnly drops what a server says before its answer: nothing of it would be rewritten, and a browser needs none of it.
+type finalOnly struct{ *http.Transport }
+
+func (t finalOnly) RoundTrip(r *http.Request) (*http.Response, error) {
+	return t.Transport.RoundTrip(r.WithContext(untraced{r.Context()}))
+}
+
+// untraced hides the hook by which the proxy would pass such answers on.
+type untraced struct{ context.Context }
+
+func (c untraced) Value(key any) any {
+	v := c.Context.Value(key)
+	if _, ok := v.(*httptrace.ClientTrace); ok {
+		return nil
+	}
+	return v
 }
 
 // bearer is what the API key in an Authorization header gives, nil when it holds none of ours.

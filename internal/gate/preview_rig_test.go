@@ -119,6 +119,11 @@ func (r *previewRig) program(w http.ResponseWriter, req *http.Request) {
 		}
 		w.Header().Set("Clear-Site-Data", `"cookies"`)
 		w.Header().Set("Alt-Svc", `h3=":443"`)
+	case "/early":
+		w.Header().Set("Set-Cookie", "wide=1; Domain=preview.test; Secure")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.Header().Del("Set-Cookie")
+		_, _ = io.WriteString(w, "late")
 	case "/redirect":
 		w.Header()["Location"] = []string{req.URL.Query().Get("to")}
 		w.Header().Set("Access-Control-Allow-Origin", req.Header.Get("Origin"))

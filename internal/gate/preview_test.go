@@ -4,11 +4,14 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
+	"net/textproto"
 	"net/url"
 	"strings"
 	"testing"
@@ -201,12 +204,35 @@ func TestPreviewKey(t *testing.T) {
 	}
 	l, _ := r.link(strings.TrimPrefix(key, "Authorization: Bearer "), "web", "3000", "")
 	cookie := "Cookie: theme=dark; " + r.cookie(l.URL) + "; session=a b"
-	for header, seen := range map[string]string{key: "", narrow: "", "Authorization: token of-the-app": "token of-the-app"} {
+	text := strings.TrimPrefix(key, "Authorization: Bearer ")
+	for header, seen := range map[string]string{key: "", narrow: "", "Authorization: token of-the-app": "token of-the-app", "Authorization: Bearer  " + text: "",
+		"Authorization: Key a=b " + text: "", "Authorization: Basic " + base64.StdEncoding.EncodeToString([]byte("me:"+text)): ""} {
 		_, body := r.get(r.browser(), "GET", r.at("3000-"+web)+"/", cookie, header)
 		var s saw
 		if err := json.Unmarshal([]byte(body), &s); err != nil || s.Header.Get("Authorization") != seen || s.Header.Get("Cookie") != "theme=dark; session=a b" {
 			t.Errorf("%.30s: %s", header, body)
 		}
+	}
+}
+
+// TestPreviewEarly: what a program says before its answer does not reach the browser, unjudged as it is.
+func TestPreviewEarly(t *testing.T) {
+	r := newPreviewRig(t, Options{})
+	l, _ := r.link(r.mint(0, "port:write"), "web", "3000", "")
+	early := 0
+	ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{Got1xxResponse: func(int, textproto.MIMEHeader) error { early++; return nil }})
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, r.at("3000-"+web)+"/early", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Cookie", r.cookie(l.URL))
+	resp, err := r.browser().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if body, err := io.ReadAll(resp.Body); err != nil || string(body) != "late" || early > 0 || len(resp.Header.Values("Set-Cookie")) > 0 {
+		t.Errorf("%q, %v, %d early answers, %v", body, err, early, resp.Header)
 	}
 }
 
@@ -231,6 +257,9 @@ func TestPreviewPages(t *testing.T) {
 		{[]string{"Origin: " + own, "Origin: " + neighbour}, 403, ""},
 		{[]string{"Sec-Fetch-Site: same-origin"}, 200, ""},
 		{[]string{"Sec-Fetch-Site: none"}, 200, ""},
+		{[]string{"Referer: " + own + "/page"}, 200, ""},
+		{[]string{"Referer: " + neighbour + "/page"}, 403, ""},
+		{[]string{"Referer: https://elsewhere.test/"}, 200, ""},
 		{[]string{"Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document"}, 200, ""},
 		{[]string{"Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: iframe"}, 403, ""},
 		{[]string{"Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image"}, 403, ""},
