@@ -3,6 +3,7 @@ package egress
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"io"
@@ -403,7 +404,7 @@ func failure(err error) refusal {
 	case errors.Is(err, errLocal):
 		return refusal{status: 403, rule: ruleLocal, reason: errLocal.Error()}
 	case errors.As(err, &bad):
-		return refusal{status: 502, rule: ruleCertificate, reason: "the host's certificate is not valid: " + bad.Err.Error()}
+		return refusal{status: 502, rule: ruleCertificate, reason: "the host's certificate is not valid: " + fault(bad.Err)}
 	case errors.Is(err, secret.ErrUnwatchable):
 		r.reason = err.Error()
 	case errors.As(err, &alert), errors.As(err, &record):
@@ -418,6 +419,20 @@ func failure(err error) refusal {
 		r.reason = "the host closed the connection"
 	}
 	return r
+}
+
+// fault says what is wrong with a certificate in our own words: those of the error quote it, and a host puts into it what it likes.
+func fault(err error) string {
+	if invalid, ok := errors.AsType[x509.CertificateInvalidError](err); ok && invalid.Reason == x509.Expired {
+		return "it has expired, or is not valid yet"
+	}
+	if _, ok := errors.AsType[x509.HostnameError](err); ok {
+		return "it is for other names"
+	}
+	if _, ok := errors.AsType[x509.UnknownAuthorityError](err); ok {
+		return "it is signed by an authority that this host does not know"
+	}
+	return "it may not be used for this"
 }
 
 func rootOf(err error) error {

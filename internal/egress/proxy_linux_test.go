@@ -258,12 +258,16 @@ func TestCertificatesOfHostsAreVerified(t *testing.T) {
 	b := r.box(Subject{Policy: policyOf(t, "allow *"), Secrets: always})
 	for _, h2 := range []bool{false, true} {
 		c := b.client(r.pool, h2)
-		for _, host := range []string{"expired.test", "self.test", "wrong.test"} {
+		for host, why := range map[string]string{"expired.test": "expired", "self.test": "authority", "wrong.test": "other names"} {
 			status, body := get(t, c, "https://"+host+"/")
-			if status != 502 || !strings.Contains(body, host) || !strings.Contains(body, "certificate") {
+			if status != 502 || !strings.Contains(body, host) || !strings.Contains(body, "certificate") || !strings.Contains(body, why) {
 				t.Errorf("%s: %d %s", host, status, body)
 			}
-			if d := r.last(b.id); d.Rule != "certificate" || d.Verdict != shard.EgressDeny {
+			d := r.last(b.id)
+			if strings.Contains(body+d.Reason, "right.test") {
+				t.Errorf("%s: the host's own words are passed on: %s, %+v", host, body, d)
+			}
+			if d.Rule != "certificate" || d.Verdict != shard.EgressDeny {
 				t.Errorf("recorded %+v", d)
 			}
 		}
