@@ -204,13 +204,13 @@ func (a *App) unreachable(e *client.DialError) string {
 	if a.target != nil {
 		return a.unreachableRemote(e)
 	}
-	command := "sudo shard daemon"
+	command := "`sudo shard daemon` or `sudo systemctl start shard`"
 	if a.root != DefaultRoot {
-		command = "sudo shard --root " + a.root + " daemon"
+		command = "`sudo shard --root " + a.root + " daemon`"
 	}
 	switch {
 	case errors.Is(e.Err, fs.ErrNotExist), errors.Is(e.Err, syscall.ECONNREFUSED):
-		return fmt.Sprintf("the daemon is not running (no answer at %s): start it with `%s` or `sudo systemctl start shard`", e.Address, command)
+		return fmt.Sprintf("the daemon is not running (no answer at %s): start it with %s", e.Address, command)
 	case errors.Is(e.Err, fs.ErrPermission):
 		return fmt.Sprintf("no permission to talk to the daemon at %s: use sudo, or become a member of the group shard", e.Address)
 	}

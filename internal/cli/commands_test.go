@@ -129,7 +129,7 @@ func TestDaemonNotThere(t *testing.T) {
 	app := func() *cli.App { return newApp(strings.NewReader(""), nil, nil) }
 	got := runApp(t, app(), "--root", root, "list")
 	if got.code != 1 || got.out != "" || !strings.Contains(got.errs, "the daemon is not running") ||
-		!strings.Contains(got.errs, "sudo shard --root "+root+" daemon") || !strings.Contains(got.errs, "systemctl start shard") {
+		!strings.Contains(got.errs, "sudo shard --root "+root+" daemon") || strings.Contains(got.errs, "systemctl") {
 		t.Errorf("got %+v", got)
 	}
 	if got := runApp(t, app(), "--root", root, "version", "--format", "json"); got.code != 1 || got.out != "" {
