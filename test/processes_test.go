@@ -405,7 +405,7 @@ func TestProcessPolicies(t *testing.T) {
 		}
 
 		// Environment, working directory, input, and the default name.
-		p := mustRun(t, c, id, shard.RunRequest{Command: []string{"/bin/sh", "-c", "echo $FROM $X $HOME; pwd; umask; cat; id -u"}, Env: []string{"X=1"},
+		p = mustRun(t, c, id, shard.RunRequest{Command: []string{"/bin/sh", "-c", "echo $FROM $X $HOME; pwd; umask; cat; id -u"}, Env: []string{"X=1"},
 			User: "1000", Workdir: "/home/..", Restart: spec(shard.RestartNo, 0, 0)})
 		if p.Name != "sh" {
 			t.Errorf("the default name is %q", p.Name)
