@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"runtime"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -31,33 +30,20 @@ func (n *Net) DialLoopback(ctx context.Context, id string, port int) (*net.TCPCo
 	return c.(*net.TCPConn), nil
 }
 
-// socketIn makes a TCP socket that belongs to the namespace at path, whoever uses it. The thread that enters goes home
-// before it serves another goroutine; one that cannot is thrown away.
+// socketIn makes a TCP socket that belongs to the namespace at path, whoever uses it.
 func socketIn(path string) (fd int, err error) {
 	ns, err := os.Open(path)
 	if err != nil {
 		return -1, err
 	}
 	defer func() { _ = ns.Close() }()
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread()
-		home, failed := os.Open("/proc/thread-self/ns/net")
-		if failed != nil {
-			err = failed
-			runtime.UnlockOSThread()
-			return
+	err = elsewhere(func() error {
+		if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
+			return err
 		}
-		defer func() { _ = home.Close() }()
-		if err = unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err == nil {
-			fd, err = unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-		}
-		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
-			runtime.UnlockOSThread()
-		}
-	}()
-	<-done
+		fd, err = unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+		return err
+	})
 	return fd, err
 }
 

@@ -31,35 +31,41 @@ func (ns *namespace) close() {
 	_ = ns.file.Close()
 }
 
-// newNamespace makes an empty namespace, whose interfaces have no IPv6 but what they are given. The thread that enters it goes home before it serves another
-// goroutine; one that cannot is thrown away.
-func newNamespace() (*namespace, error) {
-	var ns *namespace
-	var err error
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread()
-		var home *os.File
-		if home, err = os.Open("/proc/thread-self/ns/net"); err != nil {
-			runtime.UnlockOSThread()
-			return
-		}
-		defer func() { _ = home.Close() }()
-		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			runtime.UnlockOSThread()
-			return
+// newNamespace makes an empty namespace, whose interfaces have no IPv6 but what they are given.
+func newNamespace() (ns *namespace, err error) {
+	err = elsewhere(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return err
 		}
 		ns, err = describeNamespace()
-		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
-			runtime.UnlockOSThread()
-		}
-	}()
-	<-done
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("make a network namespace: %w", err)
 	}
 	return ns, nil
+}
+
+// elsewhere runs f, which moves its thread to another network namespace. The thread goes home before it serves another
+// goroutine; one that cannot is thrown away.
+func elsewhere(f func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		home, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			runtime.UnlockOSThread()
+			done <- err
+			return
+		}
+		defer func() { _ = home.Close() }()
+		err = f()
+		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
+			runtime.UnlockOSThread()
+		}
+		done <- err
+	}()
+	return <-done
 }
 
 // describeNamespace runs on a thread inside.
