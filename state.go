@@ -92,7 +92,7 @@ func CheckVerb(ref string, state State, verb Verb) error {
 	case verb == VerbStop && state == StateStopped:
 		return Errorf(code, "sandbox %q is stopped already", ref)
 	case verb == VerbStart && state == StateRunning:
-		return Errorf(code, "sandbox %q runs already", ref)
+		return Errorf(code, "sandbox %q is running already", ref)
 	case code == CodeSandboxNotRunning && (state == StatePending || state == StateCreated):
 		return Errorf(code, "cannot %s in sandbox %q while it is %s: wait until it runs (inspect shows when)", verb, ref, state)
 	case verb == VerbRemove:
