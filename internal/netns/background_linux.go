@@ -2,6 +2,7 @@ package netns
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"time"
 
@@ -80,13 +81,23 @@ func (n *Net) guard(ctx context.Context) {
 		case <-tick.C:
 			n.followIPv6(ctx)
 		}
-		if had, err := n.table.restore(touched); had {
+		if had, err := n.table.restore(touched, n.forgetFlows); had {
 			n.cfg.Log.Error("another program removed or changed the nftables table of the sandboxes; it is up again", "table", n.table.name, "err", err)
 		}
 		if missing, err := n.raiseFence(); missing {
 			n.cfg.Log.Error("another program removed routing rules that keep sandboxes in; they are there again", "err", err)
 		}
 	}
+}
+
+// forgetFlows makes every connection of a sandbox one that has yet to be judged. Those that are allowed go on.
+func (n *Net) forgetFlows() error {
+	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+		if _, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, family, flowsWithin{n.leases.block, n.leases.twin}); err != nil {
+			return fmt.Errorf("forget the connections of sandboxes: %w", err)
+		}
+	}
+	return nil
 }
 
 // corpse is a link that is to be torn down, with the file of its namespace if that is still open.

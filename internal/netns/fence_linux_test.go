@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -253,43 +254,53 @@ func fences(t *testing.T, n *Net) (count int) {
 	return count
 }
 
-// TestFlushWithoutDaemon: the wall is taken away while nobody watches. Nothing leaves until the next daemon puts it up.
+// TestFlushWithoutDaemon: the wall is taken away, in whole and in part, while nobody watches. Nothing leaves that may not until
+// the next daemon puts it up.
 func TestFlushWithoutDaemon(t *testing.T) {
 	w := newWorld(t)
 	cfg := Config{Dir: t.TempDir(), Tag: "alone", Pool: -1}
 	n := open(t, cfg)
 	a := attach(t, n, "able-box")
-	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
-		t.Fatal(err)
-	}
-	if err := n.Close(); err != nil {
-		t.Fatal(err)
+	hidden, public := worldHidden, worldPublic
+	if a.Addr6.IsValid() {
+		hidden, public = slices.Concat(worldHidden, worldHidden6), slices.Concat(worldPublic, worldPublic6)
 	}
 	s := stranger{t, &nftables.Conn{}}
-	if !s.whole() {
-		t.Fatal("the wall went with the daemon")
-	}
-	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
-		t.Fatalf("without a daemon: %v", err)
-	}
-	s.c.FlushRuleset()
-	if err := s.c.Flush(); err != nil {
-		t.Fatal(err)
-	}
-	token := newToken()
-	stop := make(chan struct{})
-	var group sync.WaitGroup
-	w.barrage(&group, stop, a, token, append(worldHidden, worldPublic...)...)
-	time.Sleep(300 * time.Millisecond)
-	close(stop)
-	group.Wait()
-	w.fence()
-	if w.seen.has("world", token) || w.seen.has("world", "canary-0-") {
-		t.Error("something arrived while there was no wall")
-	}
-	n = open(t, cfg)
-	if err := n.Recover(t.Context(), []string{"able-box"}); err != nil {
-		t.Fatal(err)
+	for i, attack := range s.attacks() {
+		if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if !s.whole() {
+			t.Fatal("the wall went with the daemon")
+		}
+		if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
+			t.Fatalf("without a daemon: %v", err)
+		}
+		if err := attack(s.table()); err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EBUSY) {
+			t.Fatal(err)
+		}
+		addrs := hidden
+		if s.table() == nil {
+			addrs = slices.Concat(hidden, public)
+		}
+		token := newToken()
+		stop := make(chan struct{})
+		var group sync.WaitGroup
+		w.barrage(&group, stop, a, token, addrs...)
+		time.Sleep(100 * time.Millisecond)
+		close(stop)
+		group.Wait()
+		w.fence()
+		if w.seen.has("world", token) || w.seen.has("world", "canary-0-") {
+			t.Fatalf("attack %d: something arrived while there was no wall", i)
+		}
+		n = open(t, cfg)
+		if err := n.Recover(t.Context(), []string{"able-box"}); err != nil {
+			t.Fatal(err)
+		}
 	}
 	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
 		t.Errorf("with the next daemon: %v", err)

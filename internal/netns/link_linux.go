@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -356,10 +357,23 @@ type flows map[netip.Addr]bool
 
 // MatchConntrackFlow is for netlink.ConntrackDeleteFilters.
 func (f flows) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
-	for _, ip := range []net.IP{flow.Forward.SrcIP, flow.Forward.DstIP, flow.Reverse.SrcIP, flow.Reverse.DstIP} {
-		if a, ok := netip.AddrFromSlice(ip); ok && f[a.Unmap()] {
-			return true
-		}
-	}
-	return false
+	return ofFlow(flow, func(a netip.Addr) bool { return f[a] })
+}
+
+// flowsWithin matches the tracked connections of all addresses of some blocks.
+type flowsWithin []netip.Prefix
+
+// MatchConntrackFlow is for netlink.ConntrackDeleteFilters.
+func (f flowsWithin) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
+	return ofFlow(flow, func(a netip.Addr) bool {
+		return slices.ContainsFunc(f, func(block netip.Prefix) bool { return block.Contains(a) })
+	})
+}
+
+// ofFlow says whether an address of a tracked connection is one of those.
+func ofFlow(flow *netlink.ConntrackFlow, those func(netip.Addr) bool) bool {
+	return slices.ContainsFunc([]net.IP{flow.Forward.SrcIP, flow.Forward.DstIP, flow.Reverse.SrcIP, flow.Reverse.DstIP}, func(ip net.IP) bool {
+		a, ok := netip.AddrFromSlice(ip)
+		return ok && those(a.Unmap())
+	})
 }

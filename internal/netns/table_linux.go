@@ -300,8 +300,9 @@ func (t *table) standing() (names []string, err error) {
 }
 
 // restore puts the table up again if it vanished, as it does when an administrator reloads the host's firewall, or, touched, if
-// another program may have changed it. It says whether it had to.
-func (t *table) restore(touched bool) (had bool, err error) {
+// another program may have changed it. It says whether it had to. A table without an owner may have let the first packet of a
+// connection by at the moment when it went: forget is called before the table would take that connection for an old one.
+func (t *table) restore(touched bool, forget func() error) (had bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	standing, err := t.standing()
@@ -311,7 +312,10 @@ func (t *table) restore(touched bool) (had bool, err error) {
 	if slices.Equal(standing, []string{t.nft.Name}) && (t.owned || !touched) {
 		return false, nil
 	}
-	return true, t.put()
+	if !t.owned {
+		err = forget()
+	}
+	return true, errors.Join(err, t.put())
 }
 
 // setWay6 says whether this host has a way out over IPv6. Flows that are open over IPv6 end where it has none.
