@@ -72,7 +72,7 @@ func (e *Enforcer) serveUDP(ctx context.Context, w *ward, conn *net.UDPConn) {
 			}
 			continue // an ICMP error for an earlier answer
 		}
-		if a := from.Addr().Unmap(); a != w.addr && a != w.addr6 {
+		if !w.owns(from.Addr()) {
 			continue
 		}
 		packet := append([]byte(nil), buf[:n]...)
@@ -90,6 +90,13 @@ func (e *Enforcer) serveUDP(ctx context.Context, w *ward, conn *net.UDPConn) {
 	}
 }
 
+// owns says whether an address is the sandbox's. The wall lets no other sandbox come here, but the gateway is an address of this
+// host, which its programs reach, and its neighbours if they route there.
+func (w *ward) owns(a netip.Addr) bool {
+	a = a.Unmap()
+	return a == w.addr || a.IsValid() && a == w.addr6
+}
+
 // serveTCP answers connections, maxPerWard of them at a time.
 func (e *Enforcer) serveTCP(ctx context.Context, w *ward, l net.Listener) {
 	open := make(chan struct{}, maxPerWard)
@@ -103,6 +110,10 @@ func (e *Enforcer) serveTCP(ctx context.Context, w *ward, l net.Listener) {
 			case <-ctx.Done():
 			case <-time.After(100 * time.Millisecond): // no descriptors
 			}
+			continue
+		}
+		if !w.owns(addrOf(conn.RemoteAddr())) {
+			_ = conn.Close()
 			continue
 		}
 		select {
@@ -158,7 +169,9 @@ func (e *Enforcer) handle(ctx context.Context, w *ward, packet []byte, protocol 
 	m := e.answer(ctx, w, q, protocol)
 	m.Id, m.Response, m.Opcode = q.Id, true, q.Opcode
 	m.RecursionDesired, m.RecursionAvailable = q.RecursionDesired, true
-	m.Question = q.Question
+	if len(q.Question) == 1 { // thousands of them would make an answer of any length
+		m.Question = q.Question
+	}
 	m.Compress = true
 	size := dns.MaxMsgSize - 1
 	opt := q.IsEdns0()
@@ -174,7 +187,7 @@ func (e *Enforcer) handle(ctx context.Context, w *ward, packet []byte, protocol 
 	m.Truncate(size)
 	answer, err := m.Pack()
 	if err != nil {
-		m = &dns.Msg{MsgHdr: dns.MsgHdr{Id: q.Id, Response: true, Rcode: dns.RcodeServerFailure}, Question: q.Question}
+		m = &dns.Msg{MsgHdr: dns.MsgHdr{Id: q.Id, Response: true, Rcode: dns.RcodeServerFailure}, Question: m.Question}
 		answer, _ = m.Pack()
 	}
 	return answer

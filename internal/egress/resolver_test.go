@@ -144,7 +144,6 @@ func TestTidy6(t *testing.T) {
 	}
 }
 
-// FuzzQuestion: whatever a sandbox sends is answered by something that can be read, or not at all.
 // TestLongAnswersAreNotKept, since a sandbox may choose how long and how many they are.
 func TestLongAnswersAreNotKept(t *testing.T) {
 	var c cache
@@ -157,6 +156,25 @@ func TestLongAnswersAreNotKept(t *testing.T) {
 	}
 }
 
+// TestManyQuestions in one message are not told back.
+func TestManyQuestions(t *testing.T) {
+	e, w := lonely(t, "allow good.test")
+	q := new(dns.Msg)
+	for range 2000 {
+		q.Question = append(q.Question, dns.Question{Name: "good.test.", Qtype: dns.TypeA, Qclass: dns.ClassINET})
+	}
+	q.Compress = true
+	packet, err := q.Pack()
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer, m := e.handle(t.Context(), w, packet, "udp"), new(dns.Msg)
+	if err := m.Unpack(answer); err != nil || m.Rcode != dns.RcodeFormatError || len(answer) > dns.MinMsgSize {
+		t.Errorf("%d bytes: %v", len(answer), err)
+	}
+}
+
+// FuzzQuestion: whatever a sandbox sends is answered by something that can be read, or not at all.
 func FuzzQuestion(f *testing.F) {
 	for _, qtype := range []uint16{dns.TypeA, dns.TypeTXT, dns.TypeANY} {
 		q := new(dns.Msg)

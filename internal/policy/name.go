@@ -2,6 +2,8 @@ package policy
 
 import (
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"golang.org/x/net/idna"
 
@@ -34,15 +36,19 @@ func ascii(s string) (string, error) {
 		return "", shard.Invalidf("the name is too long")
 	}
 	plain := true
-	for i := range len(s) {
-		if s[i] >= 0x80 {
+	for _, r := range s {
+		if r >= 0x80 {
 			plain = false
-			break
+		}
+		// International names may hold what nobody sees, and leave it out: a name is what it looks like.
+		if !unicode.IsPrint(r) || r == utf8.RuneError {
+			return "", shard.Invalidf("the name holds what is no character, or one that cannot be seen")
 		}
 	}
-	s = strings.ToLower(s)
-	if plain && !strings.Contains(s, "xn--") {
-		return s, nil
+	if plain {
+		if s = strings.ToLower(s); !strings.Contains(s, "xn--") {
+			return s, nil
+		}
 	}
 	return international.ToASCII(s)
 }

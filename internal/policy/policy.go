@@ -27,7 +27,7 @@ import (
 // Bounds of a policy.
 const (
 	MaxRules = 256
-	// MaxPorts is how many different ports one rule may name.
+	// MaxPorts is how many ports one rule may name; one that is named twice counts twice.
 	MaxPorts = 1024
 	// maxText bounds one rule's text, in bytes: 1024 ports with commas and a name of 253 bytes fit.
 	maxText = 8 << 10
@@ -109,7 +109,8 @@ func parse(action, text string) (*rule, error) {
 	if len(text) > maxText {
 		return nil, shard.Invalidf("the rule is longer than %d bytes", maxText)
 	}
-	fields := strings.Fields(text)
+	// A blank or a tab parts words. A line end does not: what a log or a review shows as two rules must not be one.
+	fields := strings.FieldsFunc(text, func(r rune) bool { return r == ' ' || r == '\t' })
 	if len(fields) == 0 {
 		return nil, shard.Invalidf("the rule is empty: write DEST [tcp|udp[:PORTS]]")
 	}
@@ -242,6 +243,7 @@ func (r *rule) setFlows(ports []PortRange) error {
 // parsePorts reads a list such as 80,443,8000-8010 and returns it sorted and merged.
 func parsePorts(list string) ([]PortRange, error) {
 	var out []PortRange
+	n := 0
 	for item := range strings.SplitSeq(list, ",") {
 		from, to, isRange := strings.Cut(item, "-")
 		if !isRange {
@@ -253,16 +255,12 @@ func parsePorts(list string) ([]PortRange, error) {
 			return nil, shard.Invalidf("%s is not a port or a range of ports, from 1 to 65535", shard.Quote(item))
 		}
 		out = append(out, PortRange{a, b})
-	}
-	out = merge(out)
-	n := 0
-	for _, p := range out {
-		n += int(p.To) - int(p.From) + 1
+		n += int(b) - int(a) + 1
 	}
 	if n > MaxPorts {
 		return nil, shard.Invalidf("the rule names %d ports: at most %d are allowed; a rule without ports is about all of them", n, MaxPorts)
 	}
-	return out, nil
+	return merge(out), nil
 }
 
 func parsePort(s string) (uint16, error) {

@@ -40,7 +40,15 @@ func parseDestination(text string) (string, error) {
 	switch {
 	case err != nil:
 		return "", shard.Invalidf("%s is not a destination: write a host name, without scheme, port or path, or *. and a domain", shard.Quote(text))
-	case !wild:
+	case !strings.Contains(host, "."):
+		return "", shard.Invalidf("destination %s is one word, a name of this host's own network or a whole domain: no public certificate names it, and no sandbox reaches it", shard.Quote(text))
+	}
+	if !wild {
+		// A registry's own domain is a slip of who means what is below it. What companies have registered as domains in which
+		// anybody can have a name are hosts of theirs too (s3.amazonaws.com).
+		if suffix, registry := publicsuffix.PublicSuffix(host); suffix == host && registry {
+			return "", shard.Invalidf("destination %s is a domain that names are registered in, and no host: name the host that is meant", shard.Quote(text))
+		}
 		return host, nil
 	}
 	// Where anybody can have a name below the domain, the value would go to anybody.

@@ -62,7 +62,10 @@ func key(t *testing.T, fill byte) *Key {
 func TestDestinations(t *testing.T) {
 	for _, tc := range []struct{ given, is string }{
 		{"api.example.com", "api.example.com"}, {"API.Example.COM.", "api.example.com"}, {"bücher.example", "xn--bcher-kva.example"},
-		{"*.example.com", "*.example.com"}, {"*.EXAMPLE.co.uk.", "*.example.co.uk"}, {"*.me.github.io", "*.me.github.io"}, {"localhost", "localhost"},
+		{"*.example.com", "*.example.com"}, {"*.EXAMPLE.co.uk.", "*.example.co.uk"}, {"*.me.github.io", "*.me.github.io"},
+		{"s3.amazonaws.com", "s3.amazonaws.com"}, {"github.io", "github.io"}, {"a.localhost", "a.localhost"}, {"dest.lab", "dest.lab"}, // hosts, whoever has names below them
+		{"localhost", ""}, {"com", ""}, {"COM.", ""}, {"intranet", ""}, {"co.uk", ""}, {"Co.Uk.", ""}, {"gov.br", ""}, {"x.ck", ""}, {"xn--p1ai", ""}, {"*.localhost", ""},
+		{"*.s3.amazonaws.com", ""}, {"exam\u00adple.com", ""}, {"example.com\u200b", ""}, {"\u202eexample.com", ""}, {"example.com\u00a0", ""}, {"example.com\x00", ""},
 		{"*", ""}, {"*.com", ""}, {"*.co.uk", ""}, {"*.github.io", ""}, {"a.*", ""}, {"*.*.example.com", ""}, {"a*.example.com", ""}, {"www.*.com", ""},
 		{"*.", ""}, {"", ""}, {".", ""}, {"example.com:443", ""}, {"https://example.com", ""}, {"example.com/path", ""}, {"user@example.com", ""},
 		{"suffix:example.com", ""}, {"192.0.2.1", ""}, {"127.1", ""}, {"0x7f.1", ""}, {"[2001:db8::1]", ""}, {"2001:db8::1", ""}, {"*.192.0.2.1", ""},
