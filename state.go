@@ -72,11 +72,11 @@ var onlyRunning = map[State]Code{StatePending: CodeSandboxNotRunning, StatePause
 	StateUnresponsive: CodeSandboxNotRunning, StateStopped: CodeSandboxNotRunning, StateCreated: CodeSandboxNotRunning,
 	StateFailed: CodeSandboxFailed}
 
-// advice says what to do about a refused verb.
+// advice says what to do about a refused verb, where the state does not say it.
 var advice = map[Code]string{
-	CodeSandboxNotRunning: "start or resume it first",
+	CodeSandboxNotRunning: "start it first",
 	CodeSandboxNotStopped: "stop it first",
-	CodeSandboxNotPaused:  "only a paused sandbox can be resumed",
+	CodeSandboxNotPaused:  "only a paused one can be resumed",
 	CodeSandboxLive:       "stop it first",
 	CodeSandboxFailed:     "it can only be inspected and removed",
 }
@@ -93,10 +93,17 @@ func CheckVerb(ref string, state State, verb Verb) error {
 		return Errorf(code, "sandbox %q is stopped already", ref)
 	case verb == VerbStart && state == StateRunning:
 		return Errorf(code, "sandbox %q is running already", ref)
-	case code == CodeSandboxNotRunning && (state == StatePending || state == StateCreated):
-		return Errorf(code, "cannot %s in sandbox %q while it is %s: wait until it runs (inspect shows when)", verb, ref, state)
+	case verb == VerbPause && state == StatePaused:
+		return Errorf(code, "sandbox %q is paused already", ref)
 	case verb == VerbRemove:
 		return Errorf(code, "sandbox %q is %s: stop it first, or remove it with force", ref, state)
+	case code == CodeSandboxFailed:
+	case state == StatePending || state == StateCreated:
+		return Errorf(code, "sandbox %q is %s: wait until it runs (inspect shows when)", ref, state)
+	case state == StatePaused && (code == CodeSandboxNotRunning || verb == VerbStart):
+		return Errorf(code, "sandbox %q is paused: resume it first", ref)
+	case state == StateUnresponsive && code == CodeSandboxNotRunning:
+		return Errorf(code, "sandbox %q does not respond: wait until it does, or stop it", ref)
 	}
-	return Errorf(code, "cannot %s sandbox %q while it is %s: %s", verb, ref, state, advice[code])
+	return Errorf(code, "sandbox %q is %s: %s", ref, state, advice[code])
 }

@@ -103,6 +103,23 @@ func TestStateTable(t *testing.T) {
 			}
 		}
 	}
+	// A refusal says how the sandbox is and what to do, whatever was asked of it: cp and watch are no "exec".
+	for _, c := range []struct {
+		state State
+		verb  Verb
+		says  string
+	}{
+		{StateStopped, VerbExec, `sandbox "web" is stopped: start it first`},
+		{StatePaused, VerbKill, `sandbox "web" is paused: resume it first`},
+		{StatePending, VerbExec, `sandbox "web" is pending: wait until it runs (inspect shows when)`},
+		{StateUnresponsive, VerbExec, `sandbox "web" does not respond: wait until it does, or stop it`},
+		{StateFailed, VerbStart, `sandbox "web" is failed: it can only be inspected and removed`},
+		{StateRunning, VerbResume, `sandbox "web" is running: only a paused one can be resumed`},
+	} {
+		if err := CheckVerb("web", c.state, c.verb); err == nil || err.Error() != c.says {
+			t.Errorf("%s of a %s sandbox: %v, want %s", c.verb, c.state, err, c.says)
+		}
+	}
 }
 
 func FuzzParseSize(f *testing.F) {

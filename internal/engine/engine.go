@@ -247,7 +247,7 @@ func (sb *sandbox) allows(verb shard.Verb) error {
 	s := &sb.record().Sandbox
 	err := shard.CheckVerb(s.Ref(), s.State, verb)
 	if err != nil && s.State == shard.StateFailed && s.FailedReason != "" {
-		return shard.Errorf(shard.CodeOf(err), "%w (it failed because %s)", err, s.FailedReason)
+		return shard.Errorf(shard.CodeOf(err), "%w (it failed: %s)", err, s.FailedReason)
 	}
 	return err
 }
