@@ -56,6 +56,22 @@ func ParsePreviewOrigin(origin string) (*url.URL, error) {
 	return &url.URL{Scheme: u.Scheme, Host: host + ":" + port}, nil
 }
 
+// PreviewOrigin is the origin under which browsers see previews where somebody said just a domain of shard serve's, which listens
+// on a port; an origin, of a proxy, stays what it is.
+func PreviewOrigin(where string, tls bool, port string) (*url.URL, error) {
+	if !strings.Contains(where, "://") {
+		if !strings.Contains(where, ":") {
+			where += ":" + port
+		}
+		scheme := "http"
+		if tls {
+			scheme = "https"
+		}
+		where = scheme + "://" + where
+	}
+	return ParsePreviewOrigin(where)
+}
+
 // isLabel says whether s can stand between the dots of a host name.
 func isLabel(s string) bool {
 	return s != "" && len(s) <= 63 && strings.Trim(s, "abcdefghijklmnopqrstuvwxyz0123456789-") == "" && s[0] != '-' && s[len(s)-1] != '-'

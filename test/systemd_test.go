@@ -33,7 +33,7 @@ func TestSystemd(t *testing.T) {
 		t.Errorf("setup without a terminal and options: %+v", r)
 	}
 
-	m.Must(setup + "--provider runc --start-at-boot true --http-api true --listen " + testenv.LabHostAddr + ":7850 --replace-api-key")
+	m.Must(setup + "--provider runc --start-at-boot true --http-api true --listen " + testenv.LabHostAddr + ":7850 --replace-api-key --preview-domain preview.test")
 	for what, want := range map[string]string{
 		"systemctl is-active shard shard-serve":                                "active\nactive",
 		"systemctl is-enabled shard shard-serve":                               "enabled\nenabled",
@@ -58,7 +58,8 @@ func TestSystemd(t *testing.T) {
 	}
 
 	key := m.Must("cat /etc/shard/api-key")
-	ask := overTLS(t, lab, m)
+	world := visitor(t, lab, m)
+	ask := overTLS(t, world)
 	if code, body := ask("Bearer " + key); code != 200 || !strings.Contains(body, `"sandboxes"`) {
 		t.Errorf("the HTTP API answers the key of setup with %d: %s", code, body)
 	}
@@ -88,6 +89,21 @@ func TestSystemd(t *testing.T) {
 	if len(boxes) == 0 {
 		t.Fatal("no provider works in the machine")
 	}
+	// Previews are served as setup was told. shard serve tells the daemon where, in its own time.
+	m.Must("shard exec " + boxes[0] + " sh -c 'mkdir /www; echo served >/www/index.html'; shard run --name web " + boxes[0] + " httpd -f -p 127.0.0.1:8000 -h /www")
+	testenv.Eventually(t, "a preview answers", func() (bool, string) {
+		r := m.Sh("shard port url " + boxes[0] + " 8000")
+		if r.Code != 0 || !strings.Contains(r.Stdout, ".preview.test:7850/?shard-link=") {
+			return false, r.Stdout + r.Stderr
+		}
+		resp, err := world.Get(strings.TrimSpace(r.Stdout))
+		if err != nil {
+			return false, err.Error()
+		}
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		return err == nil && string(body) == "served\n", resp.Status + " " + string(body)
+	})
 	pid := func() string { return m.Must("systemctl show -p MainPID --value shard") }
 	alive := func(after string) {
 		t.Helper()
@@ -153,6 +169,21 @@ func TestSystemd(t *testing.T) {
 	if code, _ := ask("Bearer " + key2); code != 200 {
 		t.Errorf("the new key does not open: %d", code)
 	}
+	// A certificate of the host's own, once the user of shard serve can read it.
+	m.Must("cd /etc/ssl; openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=preview -addext 'subjectAltName=DNS:*.preview.test' -keyout p.key -out p.crt; chmod 600 p.key")
+	files := "--tls-cert /etc/ssl/p.crt --tls-key /etc/ssl/p.key --preview-domain preview.test"
+	if r := m.Sh(setup + files); r.Code != 1 || !strings.Contains(r.Stderr, "user shard, as whom shard serve runs, cannot read /etc/ssl/p.key") {
+		t.Errorf("a key that shard serve cannot read: %+v", r)
+	}
+	m.Must("chgrp shard /etc/ssl/p.key; chmod 640 /etc/ssl/p.key; " + setup + files)
+	served := "openssl s_client -connect " + testenv.LabHostAddr + ":7850 -servername 1-x.preview.test </dev/null 2>&1 | grep -c 'CN = preview\\|CN=preview'"
+	if r := m.Sh(served); r.Code != 0 {
+		t.Errorf("the host's own certificate is not served: %+v", r)
+	}
+	m.Must(setup + "--tls-cert '' --preview-domain ''; rm /etc/ssl/p.key /etc/ssl/p.crt")
+	if r := m.Sh(served + "; grep -c 'preview\\|p.key' /etc/systemd/system/shard-serve.service"); r.Stdout != "0\n0\n" {
+		t.Errorf("the choices are not taken back: %+v", r)
+	}
 	alive("changes of the choices")
 
 	if r := m.Sh("shard setup --uninstall --yes"); r.Code != 1 || !strings.Contains(r.Stderr, fmt.Sprintf("sandboxes remain (%d)", len(boxes))) {
@@ -206,18 +237,23 @@ func shardOf(m *testenv.Machine) string {
 		ip -o link | cut -d: -f2; ip rule; nft list tables; ls /run/netns 2>/dev/null || true`)
 }
 
-// overTLS asks the machine's HTTP API for its sandboxes, from the world, and trusts the authority that setup made.
-func overTLS(t *testing.T, lab *testenv.Lab, m *testenv.Machine) func(authorization string) (int, string) {
+// visitor is a client in the world that trusts the authority that setup made, and finds every name at the machine.
+func visitor(t *testing.T, lab *testenv.Lab, m *testenv.Machine) *http.Client {
 	t.Helper()
 	trust := x509.NewCertPool()
 	testenv.Eventually(t, "there is an authority", func() (bool, string) {
 		r := m.Sh("cat /var/lib/shard/auth/tls/ca.crt")
 		return r.Code == 0 && trust.AppendCertsFromPEM([]byte(r.Stdout)), r.Stderr
 	})
-	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: trust},
-		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-			return lab.DialFromWorld(ctx, network, address)
+	return &http.Client{Jar: newJar(), Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: trust},
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return lab.DialFromWorld(ctx, network, testenv.LabHostAddr+":7850")
 		}}}
+}
+
+// overTLS asks the machine's HTTP API for its sandboxes.
+func overTLS(t *testing.T, c *http.Client) func(authorization string) (int, string) {
+	t.Helper()
 	return func(authorization string) (code int, body string) {
 		t.Helper()
 		testenv.Eventually(t, "the HTTP API answers", func() (bool, string) {

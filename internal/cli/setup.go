@@ -46,18 +46,20 @@ func given(c *bool, other bool) bool {
 }
 
 type setupOptions struct {
-	local      bool
-	remote     string
-	provider   string
-	atBoot     *bool
-	storage    *int64
-	httpAPI    *bool
-	listen     string
-	replaceKey bool
-	save       bool
-	uninstall  bool
-	yes        bool
-	tree       string // where to install, for tests
+	local    bool
+	remote   string
+	provider string
+	atBoot   *bool
+	storage  *int64
+	httpAPI  *bool
+	listen   string
+	// preview, cert and key are nil when they were not given, "" for none.
+	preview, cert, key *string
+	replaceKey         bool
+	save               bool
+	uninstall          bool
+	yes                bool
+	tree               string // where to install, for tests
 }
 
 func (a *App) setupCommand() *cobra.Command {
@@ -70,7 +72,9 @@ data directory, and have systemd start the daemon. A second run checks and repai
 the choices; --uninstall takes everything away but the data.
 
 With --http-api true, shard serve runs too, as a user without rights, and its first API key is in /etc/shard/api-key, for root
-alone; on an address that others can reach it speaks TLS under an authority of its own, <root>/auth/tls/ca.crt.
+alone; on an address that others can reach it speaks TLS under an authority of its own, <root>/auth/tls/ca.crt, or with the
+certificate in --tls-cert. --preview-domain leads browsers to ports of sandboxes (shard serve --help); what that needs of DNS
+and certificates is said at the end. --preview-domain "" and --tls-cert "" take back what an earlier setup was told.
 
 With --remote URL, see whether a shard serve elsewhere answers and takes the key in SHARD_API_KEY; --save has every
 command talk to it from now on.
@@ -78,6 +82,7 @@ command talk to it from now on.
 Without a terminal nothing is asked: --yes and either --local or --remote are needed then.`,
 		Example: `  sudo shard setup
   sudo shard setup --local --http-api true --yes
+  sudo shard setup --local --http-api true --preview-domain localhost --yes
   SHARD_API_KEY=… shard setup --remote https://shard.example.com:7850 --save --yes`,
 		Args: arguments(0, 0, ""),
 		// Whom the other commands talk to is what it is about to decide.
@@ -94,6 +99,9 @@ Without a terminal nothing is asked: --yes and either --local or --remote are ne
 	f.Var(size{&o.storage}, "storage-size", "size of the storage image of providers that run virtual machines")
 	f.Var(choice{&o.httpAPI}, "http-api", "run shard serve too (false)")
 	f.StringVar(&o.listen, "listen", "", "`HOST:PORT` of shard serve (127.0.0.1:7850)")
+	f.Var(text{&o.preview}, "preview-domain", "serve ports of sandboxes to browsers below `DOMAIN`; behind a proxy, the origin that browsers see (none)")
+	f.Var(text{&o.cert}, "tls-cert", "PEM `FILE` of shard serve's certificate, which its user can read")
+	f.Var(text{&o.key}, "tls-key", "PEM `FILE` of the certificate's key")
 	f.BoolVar(&o.replaceKey, "replace-api-key", false, "make a new API key and revoke the one that setup made before")
 	f.BoolVar(&o.save, "save", false, "save the connection to --remote for this user")
 	f.BoolVar(&o.uninstall, "uninstall", false, "take shard off this host; the data stay")
@@ -114,7 +122,7 @@ func (a *App) setup(cmd *cobra.Command, o *setupOptions) error {
 		return usagef("--local and --remote do not go together")
 	case o.remote == "" && o.save:
 		return usagef("--save is for --remote")
-	case o.remote != "" && (o.uninstall || o.provider != "" || o.httpAPI != nil || o.atBoot != nil || o.listen != "" || o.replaceKey || o.storage != nil):
+	case o.remote != "" && (o.uninstall || o.provider != "" || o.httpAPI != nil || o.atBoot != nil || o.replaceKey || o.storage != nil || o.serves()):
 		return usagef("--remote goes with --save and --yes alone: the other options are about this host")
 	case o.storage != nil:
 		return fmt.Errorf("--storage-size is for providers that run virtual machines: this version has none")
@@ -201,10 +209,7 @@ func (a *App) plan(ctx context.Context, o *setupOptions, old *setup.Plan, asks *
 		p.Provider = o.provider
 	}
 	p.StartAtBoot, p.HTTPAPI = given(o.atBoot, p.StartAtBoot), given(o.httpAPI, p.HTTPAPI)
-	if o.listen != "" {
-		p.Listen = o.listen
-	}
-	p.ReplaceKey = o.replaceKey
+	o.over(&p)
 	var err error
 	if asks.on && o.atBoot == nil {
 		if p.StartAtBoot, err = asks.yes(ctx, "Start the daemon at boot?", p.StartAtBoot); err != nil {
@@ -221,21 +226,15 @@ func (a *App) plan(ctx context.Context, o *setupOptions, old *setup.Plan, asks *
 			return nil, err
 		}
 	}
-	switch {
-	case !p.HTTPAPI && (o.listen != "" || o.replaceKey):
-		return nil, usagef("--listen and --replace-api-key are for --http-api true")
-	case p.HTTPAPI:
-		host, port, err := net.SplitHostPort(p.Listen)
-		if _, e := strconv.ParseUint(port, 10, 16); err != nil || e != nil || strings.Trim(strings.ToLower(host), "abcdefghijklmnopqrstuvwxyz0123456789.:-") != "" {
-			return nil, usagef("--listen %s is not HOST:PORT", shard.Quote(p.Listen))
+	if asks.on && p.HTTPAPI && o.preview == nil {
+		if p.Preview, err = asks.line(ctx, "Domain of previews, at which browsers reach ports of sandboxes: none, localhost, or one of your own", orNone(p.Preview)); err != nil {
+			return nil, err
 		}
-		ip := net.ParseIP(host)
-		p.TLS = host != "localhost" && (ip == nil || !ip.IsLoopback())
 	}
-	if !p.HTTPAPI {
-		p.Listen, p.TLS = "127.0.0.1:7850", false
+	if err := o.settleServe(&p); err != nil {
+		return nil, err
 	}
-	if strings.ContainsFunc(p.Root, func(r rune) bool { return r <= ' ' || strings.ContainsRune(`%"'\$;`, r) || r > '~' }) {
+	if !unitWord(p.Root) {
 		return nil, usagef("--root %s: a service needs a path without spaces, quotes, %%, $ and ;", shard.Quote(p.Root))
 	}
 	if p.Provider != "" && !slices.Contains([]string{"gvisor", "runc"}, p.Provider) {
@@ -279,7 +278,7 @@ func (a *App) install(ctx context.Context, in *setup.Installer, p *setup.Plan, o
 	if os.Geteuid() != 0 {
 		args := []string{"--local", "--start-at-boot", strconv.FormatBool(p.StartAtBoot), "--http-api", strconv.FormatBool(p.HTTPAPI)}
 		if p.HTTPAPI {
-			args = append(args, "--listen", p.Listen)
+			args = append(args, "--listen", p.Listen, "--preview-domain", p.Preview, "--tls-cert", p.CertFile, "--tls-key", p.KeyFile)
 		}
 		if p.Provider != "" {
 			args = append(args, "--provider", p.Provider)

@@ -46,18 +46,8 @@ type preview struct {
 
 // newPreview reads where browsers see the previews: a domain served by the gate itself, or an origin that a proxy serves.
 func newPreview(g *Gate, where string) (*preview, error) {
-	if !strings.Contains(where, "://") {
-		scheme := "http"
-		if g.o.CertFile != "" || g.o.SelfSigned {
-			scheme = "https"
-		}
-		where = scheme + "://" + where
-		if !strings.Contains(where[len(scheme)+3:], ":") {
-			_, port, _ := net.SplitHostPort(g.listener.Addr().String())
-			where += ":" + port
-		}
-	}
-	origin, err := shard.ParsePreviewOrigin(where)
+	_, port, _ := net.SplitHostPort(g.listener.Addr().String())
+	origin, err := shard.PreviewOrigin(where, g.o.CertFile != "" || g.o.SelfSigned, port)
 	if err != nil {
 		return nil, err
 	}

@@ -46,10 +46,15 @@ type Plan struct {
 	// Provider is the default of new sandboxes, "" the daemon's choice.
 	Provider    string `json:"provider,omitempty"`
 	StartAtBoot bool   `json:"start_at_boot"`
-	// HTTPAPI is whether shard serve runs too, and Listen its HOST:PORT. TLS is under an authority of its own.
-	HTTPAPI bool   `json:"http_api"`
-	Listen  string `json:"listen,omitempty"`
-	TLS     bool   `json:"tls,omitempty"`
+	// HTTPAPI is whether shard serve runs too, and Listen its HOST:PORT. TLS is under an authority of its own, or with the
+	// certificate in CertFile and KeyFile.
+	HTTPAPI  bool   `json:"http_api"`
+	Listen   string `json:"listen,omitempty"`
+	TLS      bool   `json:"tls,omitempty"`
+	CertFile string `json:"tls_cert,omitempty"`
+	KeyFile  string `json:"tls_key,omitempty"`
+	// Preview is the domain of preview addresses, or the origin at which a proxy serves them; "" is none.
+	Preview string `json:"preview_domain,omitempty"`
 	// ReplaceKey revokes the API key of an earlier setup.
 	ReplaceKey bool `json:"-"`
 	// Packages are to be installed with apt-get first.
@@ -137,8 +142,13 @@ func (p *Plan) daemon() string {
 
 func (p *Plan) serve() string {
 	out := p.program() + " serve --listen " + p.Listen
-	if p.TLS {
+	if p.CertFile != "" {
+		out += " --tls-cert " + p.CertFile + " --tls-key " + p.KeyFile
+	} else if p.TLS {
 		out += " --tls-self-signed"
+	}
+	if p.Preview != "" {
+		out += " --preview-domain " + p.Preview
 	}
 	return out
 }
@@ -171,6 +181,10 @@ func (in *Installer) Install(ctx context.Context, p *Plan) error {
 	if _, err := in.Installed(); err != nil {
 		return err
 	}
+	pair, err := in.readCertificate(p)
+	if err != nil {
+		return err
+	}
 	if len(p.Packages) > 0 {
 		if err := in.Run(ctx, "apt-get", append([]string{"-q", "install", "-y", "--no-install-recommends"}, p.Packages...)...); err != nil {
 			return err
@@ -189,7 +203,10 @@ func (in *Installer) Install(ctx context.Context, p *Plan) error {
 			return err
 		}
 	}
-	return in.services(ctx, p, changed)
+	if err := in.services(ctx, p, changed); err != nil {
+		return err
+	}
+	return in.sayPreviews(p, pair)
 }
 
 // programs copies the programs that are beside the running one. Those in place already, which a run of the installed
@@ -256,7 +273,10 @@ func (in *Installer) httpAPI(ctx context.Context, p *Plan) error {
 	if err := in.apiKey(p); err != nil {
 		return err
 	}
-	return in.share(p.Root, p.TLS)
+	if err := in.share(p.Root, p.TLS && p.CertFile == ""); err != nil {
+		return err
+	}
+	return in.shareCertificate(ctx, p)
 }
 
 // entry is the account's line in a file such as /etc/group, nil when there is none.
