@@ -103,6 +103,9 @@ func (e *Engine) Create(ctx context.Context, req shard.CreateRequest, wait bool,
 		return nil, err
 	}
 	cached := err == nil
+	if err := e.forgetFailed(ctx, rec.Sandbox.Name); err != nil {
+		return nil, err
+	}
 	sb, err := e.claim(rec)
 	if err != nil {
 		return nil, err
@@ -262,6 +265,24 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 		return r, shard.Invalidf("provider %s has no swap: leave swap_mib out, or 0", p.Name())
 	}
 	return r, nil
+}
+
+// forgetFailed removes the record of a create that failed and has the name. It was kept so that its reason can be read, and must not
+// stand in the way of another try. What has run once keeps its name.
+func (e *Engine) forgetFailed(ctx context.Context, name string) error {
+	e.mu.Lock()
+	sb := e.sandboxes[e.names[name]]
+	e.mu.Unlock()
+	if sb == nil {
+		return nil
+	}
+	if s := &sb.record().Sandbox; s.State != shard.StateFailed || s.StartedAt != nil {
+		return nil
+	}
+	if err := e.Remove(ctx, sb.id, false); err != nil && shard.CodeOf(err) != shard.CodeNotFound { // not found: another create was faster
+		return err
+	}
+	return nil
 }
 
 // claim takes an id and the name, stores the pending record and makes it visible, with a job on it.

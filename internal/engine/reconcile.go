@@ -49,8 +49,9 @@ func (e *Engine) reconcile(ctx context.Context) error {
 		sb, known := e.sandboxes[id]
 		return known && !e.enforceAgain(ctx, sb)
 	})
-	if err := e.Net.Recover(ctx, open); err != nil {
-		e.Log.Error("some sandboxes lost their network: stop and start them", "err", err)
+	lost, err := e.Net.Recover(ctx, open)
+	if err != nil {
+		e.Log.Error("open the network of sandboxes again", "err", err)
 	}
 	if err := e.Net.Sweep(ctx, func(id string) (lease, attached bool) {
 		_, known := records[id]
@@ -70,6 +71,11 @@ func (e *Engine) reconcile(ctx context.Context) error {
 		})
 	}
 	_ = g.Wait()
+	for _, id := range lost { // after a boot of the host they are gone themselves, which is no fault
+		if sb := e.sandboxes[id]; sb != nil && sb.record().Sandbox.State == shard.StateRunning {
+			e.Log.Error("a sandbox lost its network: stop and start it", "sandbox", id)
+		}
+	}
 	for _, id := range hollow { // the record was not yet, or no longer, there
 		if !shard.IsID(id) {
 			e.Log.Warn("something that is no sandbox lies among them", "name", id)

@@ -298,8 +298,8 @@ func TestFlushWithoutDaemon(t *testing.T) {
 			t.Fatalf("attack %d: something arrived while there was no wall", i)
 		}
 		n = open(t, cfg)
-		if err := n.Recover(t.Context(), []string{"able-box"}); err != nil {
-			t.Fatal(err)
+		if lost, err := n.Recover(t.Context(), []string{"able-box"}); err != nil || lost != nil {
+			t.Fatal(lost, err)
 		}
 	}
 	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {

@@ -283,8 +283,8 @@ func TestHostWithoutIPv6(t *testing.T) {
 	}
 	wayOut(t, false)
 	n = open(t, cfg)
-	if err := n.Recover(t.Context(), []string{"able-box", "free-box"}); err != nil {
-		t.Fatal(err)
+	if lost, err := n.Recover(t.Context(), []string{"able-box", "free-box"}); err != nil || lost != nil {
+		t.Fatal(lost, err)
 	}
 	refused()
 	wayOut(t, true)

@@ -489,29 +489,25 @@ func (n *Net) detach(id string, b *box, release bool) error {
 	return nil
 }
 
-// Recover opens the way out of the ids, which an earlier daemon attached, again. The error names each that lost its
-// network meanwhile; those are left detached.
-func (n *Net) Recover(ctx context.Context, ids []string) error {
+// Recover opens the way out of the ids, which an earlier daemon attached, again. Those that lost their network meanwhile, as
+// all do when the host boots, are returned and left detached.
+func (n *Net) Recover(ctx context.Context, ids []string) (lost []string, err error) {
 	var entries []entry
-	var lost []error
 	for _, id := range ids {
 		b, giveBack, err := n.take(ctx, id, false)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		// The turn is given back before the elements are added: at this time nobody else works on a recovered sandbox,
 		// and the verdict of an interface that goes meanwhile is harmless, since it is bound to no address.
 		if b == nil || !b.attached {
-			lost = append(lost, shard.Errorf(shard.CodeInternal, "sandbox %s has lost its network", id))
+			lost = append(lost, id)
 		} else {
 			entries = append(entries, n.entry(b.slot))
 		}
 		giveBack()
 	}
-	if err := n.table.open(entries...); err != nil {
-		return err
-	}
-	return errors.Join(lost...)
+	return lost, n.table.open(entries...)
 }
 
 // Sweep releases every sandbox for which keep says no lease and detaches every one for which it says not attached.

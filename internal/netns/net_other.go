@@ -21,12 +21,12 @@ func unsupported() error {
 // Open says that this system has no network namespaces.
 func Open(context.Context, Config) (*Net, error) { return nil, unsupported() }
 
-func (*Net) Attach(context.Context, string) (Attachment, error) { return Attachment{}, unsupported() }
-func (*Net) Detach(context.Context, string) error               { return unsupported() }
-func (*Net) Release(context.Context, string) error              { return unsupported() }
-func (*Net) Recover(context.Context, []string) error            { return unsupported() }
-func (*Net) Remove(context.Context) error                       { return unsupported() }
-func (*Net) Close() error                                       { return nil }
+func (*Net) Attach(context.Context, string) (Attachment, error)  { return Attachment{}, unsupported() }
+func (*Net) Detach(context.Context, string) error                { return unsupported() }
+func (*Net) Release(context.Context, string) error               { return unsupported() }
+func (*Net) Recover(context.Context, []string) ([]string, error) { return nil, unsupported() }
+func (*Net) Remove(context.Context) error                        { return unsupported() }
+func (*Net) Close() error                                        { return nil }
 
 // IPv6 says that there is none.
 func (*Net) IPv6() bool { return false }
