@@ -320,6 +320,71 @@ func TestCase97(t *testing.T) {
 	})
 }
 
+// TestCase93: a create that fails leaves nothing but, when the image had to be pulled, a record with the reason; its name is free.
+func TestCase93(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		other := box(t, d, provider, "--port", "18093")
+		before := d.Leftovers(false).String()
+		lacks := "127.0.0.1:1/no/image:1" // nothing listens there
+		for what, options := range map[string][]string{
+			"image":  {lacks},
+			"policy": {"--policy", "none", image},
+			"secret": {"--secret", "NONE", image},
+			"user":   {"--user", "nobody-there", image},
+			"port":   {"--port", "18093", image},
+			"memory": {"--memory", "1048576GiB", image},
+		} {
+			for range 2 { // the second time in the place of the first
+				refused(t, d.Shard(append([]string{"create", "--provider", provider, "--name", "again"}, options...)...))
+			}
+			testenv.Eventually(t, what+": the host is as it was", func() (bool, string) {
+				now := d.Leftovers(false).String()
+				return now == before, "before:\n" + before + "\nnow:\n" + now
+			})
+		}
+		// What a user mistypes is no error of the daemon.
+		refused(t, d.Shard("pull", lacks), "registry 127.0.0.1:1")
+		if log := d.Log(); strings.Contains(log, `"level":"ERROR"`) {
+			t.Errorf("the daemon's log holds an error:\n%s", log)
+		}
+		refused(t, d.Shard("create", "--provider", provider, "--name", "again", lacks), "registry 127.0.0.1:1")
+		lost := inspect(t, d, "again")
+		if lost.State != shard.StateFailed || !strings.Contains(lost.FailedReason, "registry 127.0.0.1:1") {
+			t.Errorf("the record of the create that failed is %+v", lost)
+		}
+		d.Kill9()
+		d.Restart()
+		if got := inspect(t, d, "again"); got.ID != lost.ID || got.State != shard.StateFailed {
+			t.Errorf("after a restart the name leads to %s, %s", got.ID, got.State)
+		}
+		// Of many that want the name one gets it.
+		results := make(chan error, 8)
+		for range cap(results) {
+			go func() {
+				_, err := c.Create(t.Context(), shard.CreateRequest{Image: image, Name: "again", Provider: provider}, nil)
+				results <- err
+			}()
+		}
+		won := 0
+		for range cap(results) {
+			if err := <-results; err == nil {
+				won++
+			} else {
+				wantCode(t, err, shard.CodeNameTaken)
+			}
+		}
+		if won != 1 || state(t, d, "again") != shard.StateRunning {
+			t.Errorf("%d creates got the name, and it leads to a sandbox that is %s", won, state(t, d, "again"))
+		}
+		_, err := c.Inspect(t.Context(), lost.ID)
+		wantCode(t, err, shard.CodeNotFound)
+		d.Must("remove", "--force", "again", other)
+	})
+}
+
 // TestCase94: of parallel creates of one name exactly one wins, and a removed name is free at once.
 func TestCase94(t *testing.T) {
 	t.Parallel()

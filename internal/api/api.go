@@ -184,10 +184,11 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // fail answers with an error, or cuts the connection when an answer is already under way.
 func (a *API) fail(c *call, id, route string, err error) {
 	public := publicError(err)
+	_, registry := errors.AsType[*image.RegistryError](err)
 	switch status := public.Code.Status(); {
 	case errors.Is(err, context.Canceled) && c.r.Context().Err() != nil:
 		a.Log.Debug("request given up by the client", "request", id, "route", route)
-	case status >= 500:
+	case status >= 500 && !registry:
 		a.Log.Error("request failed", "request", id, "route", route, "code", public.Code, "err", err)
 	case public.Code == shard.CodeCommandNotStarted: // its text names the program, and no command line is for the log
 		a.Log.Debug("request refused", "request", id, "route", route, "code", public.Code)

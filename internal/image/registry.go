@@ -419,7 +419,7 @@ func reason(err error) string {
 	}
 	if de, ok := errors.AsType[*net.DNSError](err); ok {
 		if de.IsNotFound {
-			return "no such host name"
+			return "no such host name: see that it is spelled right, and that this host finds names (shard doctor)"
 		}
 		return "its host name could not be looked up"
 	}
@@ -440,12 +440,19 @@ func reason(err error) string {
 	return "the exchange failed; the daemon's log says more"
 }
 
-// scrub takes the URL out of an error, since the query of a redirect can be a credential.
+// RegistryError is what a registry, or the way to it, did: no fault of this host's daemon. Pull has logged it.
+type RegistryError struct{ err error }
+
+func (e *RegistryError) Error() string { return e.err.Error() }
+
+func (e *RegistryError) Unwrap() error { return e.err }
+
+// scrub takes the URL out of a registry's error, since the query of a redirect can be a credential.
 func scrub(err error) error {
 	if ue, ok := errors.AsType[*url.Error](err); ok {
-		return fmt.Errorf("%s: %w", ue.Op, ue.Err)
+		err = fmt.Errorf("%s: %w", ue.Op, ue.Err)
 	}
-	return err
+	return &RegistryError{err}
 }
 
 func size(n int64) string {
