@@ -101,6 +101,9 @@ func marked(value uint32, yes bool) []expr.Any {
 	}
 }
 
+// lastChain is the one that a table has only if it has all of them.
+const lastChain = "fence_out"
+
 // fenceChains adds what gives and looks for the marks; what judges gives markJudged by itself.
 func (t *table) fenceChains(c *nftables.Conn) {
 	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
@@ -109,7 +112,7 @@ func (t *table) fenceChains(c *nftables.Conn) {
 	// Behind whatever else of the host changes marks, such as those that connections keep.
 	late := nftables.ChainPriorityRef(1000)
 	bound := c.AddChain(&nftables.Chain{Table: t.nft, Name: "fence_in", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: late})
-	left := c.AddChain(&nftables.Chain{Table: t.nft, Name: "fence_out", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPostrouting,
+	left := c.AddChain(&nftables.Chain{Table: t.nft, Name: lastChain, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPostrouting,
 		Priority: nftables.ChainPriorityMangle}) // before addresses are translated
 	local := []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: ifname("lo")}}
 	rule(left, local, verdict(expr.VerdictAccept)) // this host to its own end of a link
@@ -122,18 +125,16 @@ func (t *table) fenceChains(c *nftables.Conn) {
 // own makes the table named name ours and lasting, and makes it where there is none; false where the kernel cannot.
 func own(c *nl.Conn, name string) (bool, error) {
 	const owner, persist = 1 << 1, 1 << 2 // NFT_TABLE_F_OWNER, NFT_TABLE_F_PERSIST
-	attrs, err := nl.MarshalAttributes([]nl.Attribute{
-		{Type: unix.NFTA_TABLE_NAME, Data: append([]byte(name), 0)},
-		{Type: unix.NFTA_TABLE_FLAGS, Data: binary.BigEndian.AppendUint32(nil, owner|persist)},
-	})
+	table, err := message(unix.NFT_MSG_NEWTABLE, nl.Acknowledge|nl.Create,
+		nl.Attribute{Type: unix.NFTA_TABLE_NAME, Data: append([]byte(name), 0)},
+		nl.Attribute{Type: unix.NFTA_TABLE_FLAGS, Data: binary.BigEndian.AppendUint32(nil, owner|persist)})
 	if err != nil {
 		return false, err
 	}
 	batch := []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
 	_, err = c.SendMessages([]nl.Message{
 		{Header: nl.Header{Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: nl.Request}, Data: batch},
-		{Header: nl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_NEWTABLE, Flags: nl.Request | nl.Acknowledge | nl.Create},
-			Data: append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, attrs...)},
+		table,
 		{Header: nl.Header{Type: unix.NFNL_MSG_BATCH_END, Flags: nl.Request}, Data: batch},
 	})
 	if err == nil {
@@ -143,6 +144,26 @@ func own(c *nl.Conn, name string) (bool, error) {
 		return false, nil
 	}
 	return err == nil, err
+}
+
+// hasChain is ENOENT where there is no such table or no such chain of it. (The library's own words for this hide what failed.)
+func hasChain(c *nl.Conn, table, chain string) error {
+	ask, err := message(unix.NFT_MSG_GETCHAIN, 0,
+		nl.Attribute{Type: unix.NFTA_CHAIN_TABLE, Data: append([]byte(table), 0)},
+		nl.Attribute{Type: unix.NFTA_CHAIN_NAME, Data: append([]byte(chain), 0)})
+	if err == nil {
+		_, err = c.Execute(ask)
+	}
+	return err
+}
+
+// message is one to nftables about something of family inet.
+func message(kind uint16, flags nl.HeaderFlags, attributes ...nl.Attribute) (nl.Message, error) {
+	attrs, err := nl.MarshalAttributes(attributes)
+	return nl.Message{
+		Header: nl.Header{Type: nl.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | kind), Flags: nl.Request | flags},
+		Data:   append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, attrs...),
+	}, err
 }
 
 // portOfSocket is the number by which the kernel tells whose a change was.

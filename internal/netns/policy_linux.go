@@ -20,7 +20,7 @@ import (
 
 // restriction is the rules of one sandbox and what the kernel holds of them: a chain that its verdict in the map egress
 // leads to, which leads to one for each part of the traffic, a chain for each way to be refused, and sets of what its rules are fed. Each restriction has names of its
-// own, so that one transaction can put up the next, switch the verdict and take down the one before.
+// own, so that the next can be put up before a transaction switches the verdict and takes down the one before.
 type restriction struct {
 	Rules
 	stem string                     // of the names
@@ -108,16 +108,32 @@ func (t *table) restrict(entries []entry, all []Restriction) error {
 	err := t.locked(func(c *nftables.Conn) (err error) {
 		for i, r := range all {
 			next[i] = t.newRestriction(entries[i], r)
-			err = errors.Join(err, t.switchTo(c, entries[i], next[i]))
+			err = errors.Join(err, t.describeRestriction(c, next[i]))
 		}
 		return err
 	})
-	if err == nil {
-		for i, e := range entries {
-			t.restricted[e.iface] = next[i]
-		}
+	if err != nil {
+		return err
 	}
-	return err
+	// In a transaction of its own, for the sake of sets of ports: see put.
+	err = t.locked(func(c *nftables.Conn) (err error) {
+		for i, e := range entries {
+			err = errors.Join(err, t.switchTo(c, e, next[i]))
+		}
+		return err
+	})
+	if err != nil {
+		return errors.Join(err, t.locked(func(c *nftables.Conn) error {
+			for _, r := range next {
+				t.forget(c, r)
+			}
+			return nil
+		}))
+	}
+	for i, e := range entries {
+		t.restricted[e.iface] = next[i]
+	}
+	return nil
 }
 
 func (t *table) newRestriction(e entry, of Restriction) *restriction {
@@ -132,10 +148,9 @@ func (t *table) newRestriction(e entry, of Restriction) *restriction {
 	return r
 }
 
-// switchTo puts next up, leads what the entry sends there, and takes down what it was led to before.
-func (t *table) switchTo(c *nftables.Conn, e entry, next *restriction) error {
+// switchTo leads what the entry sends to next, and takes down what it was led to before.
+func (t *table) switchTo(c *nftables.Conn, e entry, next *restriction) (err error) {
 	before := t.restricted[e.iface]
-	err := t.describeRestriction(c, next)
 	if t.held[e] { // opened; the verdict of an element cannot be changed
 		err = errors.Join(err, c.SetDeleteElements(t.egress, []nftables.SetElement{{Key: ifname(e.iface)}}),
 			c.SetAddElements(t.egress, egressElement(e.iface, next)))

@@ -355,3 +355,61 @@ func TestRulesAsPackets(t *testing.T) {
 		}
 	}
 }
+
+// TestSwitch: while one list of rules takes the place of another, and a whole table that of another, the destinations and ports that
+// neither allows stay closed. Sets of ranges once answered "no" at these moments.
+func TestSwitch(t *testing.T) {
+	w := newWorld(t)
+	n := open(t, Config{Tag: "switch", Pool: -1})
+	a := attach(t, n, "able-box")
+	var closed []Ports // a set: more than single rules are made of
+	for p := uint16(port - 20); p <= port; p += 2 {
+		closed = append(closed, Ports{p, p})
+	}
+	everything := Rule{Label: "2", Allow: true, TCP: everyPort, UDP: everyPort, Other: true}
+	rules := Rules{Default: "default", Rules: []Rule{{Label: "1", Prefix: netip.MustParsePrefix("203.0.113.80/32"), UDP: closed}, everything}}
+	restrict := func() {
+		if err := n.Restrict(t.Context(), Restriction{ID: "able-box", Rules: rules}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	restrict()
+	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
+		t.Fatal(err)
+	}
+	stop, token := make(chan struct{}), newToken()
+	var group sync.WaitGroup
+	for _, addr := range []string{"203.0.113.80", worldHidden[0]} {
+		var c net.Conn
+		within(t, a.Netns, func() (err error) {
+			c, err = net.Dial("udp", at(addr))
+			return err
+		})
+		group.Go(func() {
+			defer func() { _ = c.Close() }()
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					_, _ = c.Write([]byte(token))
+				}
+			}
+		})
+	}
+	for range 100 {
+		restrict()
+		n.table.mu.Lock()
+		err := n.table.put()
+		n.table.mu.Unlock()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(stop)
+	group.Wait()
+	w.fence()
+	if w.seen.has("world", token) {
+		t.Error("a packet went where no list of rules allows")
+	}
+}

@@ -226,8 +226,10 @@ func (t *table) replace(entries []entry) error {
 	return t.put()
 }
 
-// put puts up the whole table with all that is held, in place of what stood. It comes under the other name, in the transaction
-// that takes the old one down: an owner is given to a table that is new and empty.
+// put puts up the whole table with all that is held, in place of what stood. It comes under the other name, since an owner is
+// given to a table that is new and empty, and in two transactions. The first brings what packets do not meet, the second leads
+// them there and takes the old table down: a set of ranges answers "no" from the moment when a transaction holds until it is
+// done with all its parts, a millisecond in which nothing would be private.
 func (t *table) put() (err error) {
 	// A killed daemon owns its table until what it was just starting has let go of the socket.
 	for deadline := time.Now().Add(2 * time.Second); ; time.Sleep(5 * time.Millisecond) {
@@ -258,12 +260,17 @@ func (t *table) tryPut() error {
 		if !owned {
 			c.AddTable(t.nft)
 		}
-		err := t.describe(c)
-		for _, old := range standing {
-			c.DelTable(&nftables.Table{Name: old, Family: t.nft.Family})
-		}
-		return err
+		return t.furnish(c)
 	})
+	if err == nil {
+		err = t.locked(func(c *nftables.Conn) error {
+			err := t.describe(c)
+			for _, old := range standing {
+				c.DelTable(&nftables.Table{Name: old, Family: t.nft.Family})
+			}
+			return err
+		})
+	}
 	if err != nil {
 		t.nft.Name = before
 		return err
@@ -272,29 +279,39 @@ func (t *table) tryPut() error {
 	return nil
 }
 
-// standing lists the names under which there is a table of ours. One that is empty, left by a failure, is taken away.
+// standing lists the names under which there is a table of ours. What failed half way, which packets do not meet, is taken away.
 func (t *table) standing() (names []string, err error) {
-	var empty []*nftables.Table
+	var half []*nftables.Table
 	err = t.connected(func(c *nftables.Conn) error {
 		tables, err := c.ListTablesOfFamily(t.nft.Family)
+		if err != nil {
+			return err
+		}
 		for _, other := range tables {
-			switch {
-			case !t.isName(other.Name):
-			case other.Use == 0:
-				empty = append(empty, other)
-			default:
+			if !t.isName(other.Name) {
+				continue
+			}
+			switch err := hasChain(t.sock, other.Name, lastChain); {
+			case err == nil:
 				names = append(names, other.Name)
+			case errors.Is(err, unix.ENOENT):
+				half = append(half, other)
+			default:
+				return err
 			}
 		}
-		return err
+		return nil
 	})
-	if err == nil && len(empty) > 0 {
+	if err == nil && len(half) > 0 {
 		err = t.locked(func(c *nftables.Conn) error {
-			for _, other := range empty {
+			for _, other := range half {
 				c.DelTable(other)
 			}
 			return nil
 		})
+		if errors.Is(err, unix.ENOENT) { // it went by itself
+			err = nil
+		}
 	}
 	return names, err
 }
@@ -326,12 +343,16 @@ func (t *table) setWay6(way bool) error {
 	return t.put()
 }
 
-// describe is what is in the table, with all that is held.
-func (t *table) describe(c *nftables.Conn) error {
-	// Constant, so that nobody can empty them.
-	dropped := privateSets{
+// dropped are the destinations that no sandbox reaches. They are constant, so that nobody can empty them.
+func (t *table) dropped() privateSets {
+	return privateSets{
 		&nftables.Set{Table: t.nft, ID: privateID, Name: "private", Interval: true, Constant: true, KeyType: nftables.TypeIPAddr},
 		&nftables.Set{Table: t.nft, ID: private6ID, Name: "private6", Interval: true, Constant: true, KeyType: nftables.TypeIP6Addr}}
+}
+
+// furnish adds what no packet meets before describe: the sets, and the restrictions that are held.
+func (t *table) furnish(c *nftables.Conn) error {
+	dropped := t.dropped()
 	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.bound6, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil),
 		c.AddSet(dropped.v4, intervals(private(true))), c.AddSet(dropped.v6, intervals(private(false))))
 	for iface, r := range t.restricted {
@@ -340,7 +361,12 @@ func (t *table) describe(c *nftables.Conn) error {
 			err = errors.Join(err, c.SetAddElements(set, []nftables.SetElement{{Key: ifname(iface)}}))
 		}
 	}
-	err = errors.Join(err, t.chains(c, dropped))
+	return err
+}
+
+// describe is what packets meet in a furnished table, with all that is held.
+func (t *table) describe(c *nftables.Conn) error {
+	err := t.chains(c, t.dropped())
 	for e, opened := range t.held {
 		err = errors.Join(err, t.bind(c, e))
 		if opened {
