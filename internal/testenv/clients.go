@@ -21,8 +21,11 @@ import (
 const ClientsRef = "local/clients:latest"
 
 // ClientNames are the programs get-NAME of the image of clients. `get-NAME URL ["HEADER: VALUE"]` prints what the URL answers,
-// and fails where that is no success or nothing.
-var ClientNames = []string{"curl", "urllib", "requests", "httpx", "node", "go", "java"}
+// and fails where that is no success or nothing. get-rust is there too where Rust is on this host: see NoRust.
+var ClientNames = []string{"curl", "wget", "urllib", "requests", "httpx", "node", "go", "java"}
+
+// NoRust is the file in the image of clients that says why it has neither get-rust nor cargo. Else it is not there.
+const NoRust = "/usr/local/lib/no-rust"
 
 // LookupNames are the programs lookup-NAME of the image of clients: each the resolver of another C library, or Go's. See
 // testdata/clients/lookup.c.
@@ -30,8 +33,9 @@ var LookupNames = []string{"glibc", "musl", "go"}
 
 var clientsArchive = sync.OnceValues(buildClients)
 
-// ClientsArchive is the path of an image (430 MB) with the clients that agents use: curl, git, Python with pip, requests and httpx,
-// Node with npm, Java, and programs in Go and C. It is built from this distribution's packages and cached under build/.
+// ClientsArchive is the path of an image (500 MB) with the clients that agents use: curl, wget, git, apt, Python with pip, requests
+// and httpx, Node with npm, Java, Rust with cargo, and programs in Go and C. It is built from this distribution's packages and cached
+// under build/.
 // They trust what the image's trust file holds: TrustLab adds the lab's authority in a sandbox.
 func ClientsArchive(t testing.TB) string {
 	t.Helper()
@@ -77,6 +81,7 @@ func buildClients() (string, error) {
 	}
 	err = errors.Join(
 		script(`rm -rf "$2"; mkdir -p "$2/usr/local/bin" "$2/usr/local/lib" "$2/usr/lib/node_modules" "$2/usr/bin"
+			mkdir -p "$2/usr/share/dpkg"; cp /usr/share/dpkg/*table "$2/usr/share/dpkg" # without which apt does not start
 			cp "$1"/get-* "$2/usr/local/bin"; cp "$1/Get.java" "$2/usr/local/lib"; mv "$2/usr/local/bin/get-node.mjs" "$2/usr/local/lib"
 			gcc -O1 -o "$2/usr/local/bin/lookup-glibc" "$1/lookup.c" -lresolv
 			for p in get lookup; do go build -trimpath -buildvcs=false -ldflags '-s -w' -o "$2/usr/local/bin/$p-go" "$1/$p.go"; done`),
@@ -92,8 +97,17 @@ func buildClients() (string, error) {
 	if err != nil {
 		return "", err
 	}
+	// The cargo behind rustup's, which needs no library of this distribution's. What it builds is kept in build/.
+	err = script(`cargo=$(rustup which cargo 2>/dev/null || command -v cargo) || { echo "there is no cargo on this host" >&2; exit 1; }
+		cp "$cargo" "$2/usr/local/bin/cargo"; rm -rf rust/src; mkdir -p rust; cp -rp "$1/rust/." rust; cd rust
+		cargo build -q --target-dir target >&2; strip -o "$2/usr/local/bin/get-rust" target/debug/get-rust`)
+	if err != nil {
+		if err := os.WriteFile(filepath.Join(files, NoRust), []byte(err.Error()), 0o644); err != nil {
+			return "", err
+		}
+	}
 	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
-		"curl", "git", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
+		"apt", "curl", "git", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
 }
 
 // machine is the architecture as C compilers name it.

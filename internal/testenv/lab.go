@@ -55,6 +55,7 @@ type Lab struct {
 	names     map[string][]netip.Addr // lower case, without the last dot
 	records   map[string]func(dns.Question) []dns.RR
 	questions []string
+	logins    map[string][]string
 	owned     map[string]bool // "space address" pairs that the lab gave to a space
 }
 
@@ -71,7 +72,7 @@ func NewLab(t testing.TB) *Lab {
 	if os.Getuid() != 0 {
 		t.Skip("only root can make network namespaces: run as root")
 	}
-	l := &Lab{t: t, names: map[string][]netip.Addr{}, records: map[string]func(dns.Question) []dns.RR{}, owned: map[string]bool{}}
+	l := &Lab{t: t, names: map[string][]netip.Addr{}, records: map[string]func(dns.Question) []dns.RR{}, logins: map[string][]string{}, owned: map[string]bool{}}
 	l.world, l.host = l.newSpace("world"), l.newSpace("host")
 	if err := l.connect(); err != nil {
 		t.Fatalf("connect the lab's host with its world: %v", err)
