@@ -345,6 +345,7 @@ func TestCase93(t *testing.T) {
 				return now == before, "before:\n" + before + "\nnow:\n" + now
 			})
 		}
+		refused(t, d.Shard("create", "--provider", provider, "--port", "18093", image), "18093", other) // who has it
 		// What a user mistypes is no error of the daemon.
 		refused(t, d.Shard("pull", lacks), "registry 127.0.0.1:1")
 		if log := d.Log(); strings.Contains(log, `"level":"ERROR"`) {

@@ -192,7 +192,7 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 	if err != nil {
 		return nil, nil, err
 	}
-	ports, err := checkForwards(req.Ports)
+	ports, err := e.ports.checkForwards(req.Ports)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -319,7 +319,7 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	sb := e.newSandbox(id, rec)
 	sb.job = &job{done: make(chan struct{})}
 	sb.verb <- struct{}{} // the job's
-	if err = e.ports.claim(id, rec.Sandbox.Ports...); err == nil {
+	if err = e.ports.claim(&rec.Sandbox, rec.Sandbox.Ports...); err == nil {
 		if err = e.records.Put(id, rec); err != nil {
 			e.ports.free(id)
 			err = shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record: is the host's disk full?")

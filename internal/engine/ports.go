@@ -30,13 +30,16 @@ const (
 // comes after Engine.mu.
 type portTable struct {
 	mu     sync.Mutex
-	owners map[int]string // host port → sandbox id
+	owners map[int]portOwner // by host port
 
 	once  sync.Once
 	slots chan struct{} // one for each descriptor of a connection
 
 	passing
 }
+
+// portOwner is the sandbox that has a host port; ref is what its user calls it.
+type portOwner struct{ id, ref string }
 
 // all gives the slots.
 func (t *portTable) all() chan struct{} {
@@ -52,19 +55,27 @@ func (t *portTable) all() chan struct{} {
 }
 
 // claim gives host ports to a sandbox, all or none: in_use when another has one.
-func (t *portTable) claim(id string, ports ...shard.PortForward) error {
+func (t *portTable) claim(s *shard.Sandbox, ports ...shard.PortForward) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for _, p := range ports {
-		if owner, taken := t.owners[p.HostPort]; taken && owner != id {
-			return shard.Errorf(shard.CodeInUse, "host port %d is forwarded to sandbox %s: remove that forward, or choose another port", p.HostPort, owner)
-		}
+	if err := t.refuse(s.ID, ports); err != nil {
+		return err
 	}
 	if t.owners == nil {
-		t.owners = make(map[int]string)
+		t.owners = make(map[int]portOwner)
 	}
 	for _, p := range ports {
-		t.owners[p.HostPort] = id
+		t.owners[p.HostPort] = portOwner{s.ID, s.Ref()}
+	}
+	return nil
+}
+
+// refuse says which of the ports another sandbox than id has. The caller holds mu.
+func (t *portTable) refuse(id string, ports []shard.PortForward) error {
+	for _, p := range ports {
+		if owner, taken := t.owners[p.HostPort]; taken && owner.id != id {
+			return shard.Errorf(shard.CodeInUse, "host port %d is forwarded to sandbox %q: remove that forward, or choose another port", p.HostPort, owner.ref)
+		}
 	}
 	return nil
 }
@@ -74,7 +85,7 @@ func (t *portTable) free(id string, ports ...int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for port, owner := range t.owners {
-		if owner == id && (len(ports) == 0 || slices.Contains(ports, port)) {
+		if owner.id == id && (len(ports) == 0 || slices.Contains(ports, port)) {
 			delete(t.owners, port)
 		}
 	}
@@ -87,13 +98,19 @@ func (t *portTable) keep(s *shard.Sandbox) {
 		return // it will never run
 	}
 	for _, p := range s.Ports {
-		_ = t.claim(s.ID, p)
+		_ = t.claim(s, p)
 	}
 }
 
 // checkForwards refuses the forwards of a create that cannot be, as far as that can be known now, and sorts them.
-func checkForwards(list []shard.PortForward) ([]shard.PortForward, error) {
+func (t *portTable) checkForwards(list []shard.PortForward) ([]shard.PortForward, error) {
 	if err := shard.CheckForwards(list); err != nil {
+		return nil, err
+	}
+	t.mu.Lock()
+	err := t.refuse("", list) // before the host is asked, which knows of another program only
+	t.mu.Unlock()
+	if err != nil {
 		return nil, err
 	}
 	for _, p := range list {
@@ -316,7 +333,7 @@ func (sb *sandbox) setPort(want shard.PortForward, keep bool) error {
 }
 
 func (e *Engine) addPort(sb *sandbox, want shard.PortForward) error {
-	if err := e.ports.claim(sb.id, want); err != nil {
+	if err := e.ports.claim(&sb.record().Sandbox, want); err != nil {
 		return err
 	}
 	l, err := bind(want)
