@@ -16,9 +16,11 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"reflect"
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/useshards/shard"
 )
@@ -143,6 +145,9 @@ func (c *Client) request(ctx context.Context, k call) (*http.Request, error) {
 	case io.Reader:
 		body = b
 	default:
+		if !isText(reflect.ValueOf(b)) {
+			return nil, shard.Invalidf("the request holds text that is not UTF-8, and the API carries text only")
+		}
 		raw, err := json.Marshal(b)
 		if err != nil {
 			return nil, fmt.Errorf("encode the request: %w", err)
@@ -167,6 +172,36 @@ func (c *Client) request(ctx context.Context, k call) (*http.Request, error) {
 		req.Header.Set("Accept", k.accept)
 	}
 	return req, nil
+}
+
+// isText says whether all strings in a body are what encoding/json would make of them: bytes that are no UTF-8 it replaces without
+// a word.
+func isText(v reflect.Value) bool {
+	switch v.Kind() {
+	case reflect.String:
+		return utf8.ValidString(v.String())
+	case reflect.Pointer, reflect.Interface:
+		return v.IsNil() || isText(v.Elem())
+	case reflect.Struct:
+		for _, field := range v.Fields() {
+			if !isText(field) {
+				return false
+			}
+		}
+	case reflect.Slice:
+		for i := range v.Len() {
+			if !isText(v.Index(i)) {
+				return false
+			}
+		}
+	case reflect.Map:
+		for key, value := range v.Seq2() {
+			if !isText(key) || !isText(value) {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // do sends the request and decodes a JSON answer into out; a nil out drops the answer.

@@ -81,6 +81,25 @@ func TestRefusalsAreTyped(t *testing.T) {
 	}
 }
 
+// TestTextOnly: what JSON cannot carry is not sent as something else.
+func TestTextOnly(t *testing.T) {
+	asked := false
+	c := serve(t, handle("/", func(w http.ResponseWriter, _ *http.Request) {
+		asked = true
+		_, _ = io.WriteString(w, "{}")
+	}))
+	_, value := c.PutSecret(t.Context(), "A", shard.PutSecretRequest{Value: "caf\xe9"})
+	_, argument := c.Exec(t.Context(), "box", shard.ExecRequest{Command: []string{"echo", "caf\xe9"}})
+	for what, err := range map[string]error{"a value": value, "an argument": argument} {
+		if shard.CodeOf(err) != shard.CodeInvalidRequest || asked || strings.Contains(err.Error(), "caf") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := c.PutSecret(t.Context(), "A", shard.PutSecretRequest{Value: "caf\u00e9 \ufffd"}); err != nil || !asked {
+		t.Errorf("text: %v", err)
+	}
+}
+
 func TestHeadIsClassedByStatus(t *testing.T) {
 	for status, code := range map[int]shard.Code{400: shard.CodeInvalidRequest, 404: shard.CodeNotFound, 409: shard.CodeSandboxNotRunning, 500: shard.CodeInternal} {
 		c := serve(t, handle("HEAD /", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(status) }))

@@ -378,7 +378,11 @@ func TestSecretCommand(t *testing.T) {
 	}
 	refused(t, d.Feed(strings.NewReader("\n"), "secret", "set", "--dest", "api.example.com", "NOTHING"), "empty")
 	refused(t, d.Feed(strings.NewReader("two\nlines"), "secret", "set", "--dest", "api.example.com", "LINES"), "line end")
-	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "--dest", "*.com", "WIDE"), "too wide")
+	refused(t, d.Feed(strings.NewReader("caf\xe9"), "secret", "set", "--dest", "api.example.com", "LATIN"), "UTF-8")
+	if a := call(t, d, "PUT", "/v0/secrets/HALF", `{"value":"half\ud800","destinations":["a.example"]}`); a.code(t) != shard.CodeInvalidRequest {
+		t.Errorf("half a surrogate pair: %d %s", a.Status, a.Body)
+	}
+	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "--dest", "*.co.uk", "WIDE"), "too wide")
 	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "NEW"), "destinations")
 	refused(t, d.Shard("secret", "remove", "NOBODY"), "no secret")
 	if page := call(t, d, "GET", "/v0/secrets?limit=1", nil); !strings.Contains(string(page.Body), `"next":"`) {

@@ -307,6 +307,9 @@ func (c *call) body(v any, optional bool) error {
 	if strings.TrimSpace(string(data))[0] != '{' {
 		return shard.Invalidf("the body is not a JSON object")
 	}
+	if !isText(data) {
+		return shard.Invalidf("the body holds text that is not Unicode: bytes that are no UTF-8, or half of a surrogate pair (\\ud800 to \\udfff)")
+	}
 	if err := exactKeys(json.NewDecoder(strings.NewReader(string(data))), reflect.TypeOf(v), ""); err != nil {
 		return err
 	}

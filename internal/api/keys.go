@@ -3,7 +3,10 @@ package api
 import (
 	"encoding/json"
 	"reflect"
+	"strconv"
 	"strings"
+	"unicode/utf16"
+	"unicode/utf8"
 
 	"github.com/useshards/shard"
 )
@@ -70,4 +73,37 @@ func fieldOf(t reflect.Type, name string) (reflect.Type, bool) {
 		}
 	}
 	return nil, false
+}
+
+// isText says whether the strings of a JSON text are what encoding/json makes of them: what is no UTF-8, and an escaped half of a
+// surrogate pair, it replaces without a word.
+func isText(data []byte) bool {
+	if !utf8.Valid(data) {
+		return false
+	}
+	for i := 0; i < len(data); i++ {
+		if data[i] != '\\' {
+			continue
+		}
+		i++ // whatever it escapes, a backslash too
+		if first := escaped(data[i-1:]); utf16.IsSurrogate(first) {
+			if utf16.DecodeRune(first, escaped(data[i+5:])) == utf8.RuneError {
+				return false
+			}
+			i += 10
+		}
+	}
+	return true
+}
+
+// escaped is what data begins with as \uXXXX, or -1.
+func escaped(data []byte) rune {
+	if len(data) < 6 || data[0] != '\\' || data[1] != 'u' {
+		return -1
+	}
+	n, err := strconv.ParseUint(string(data[2:6]), 16, 16)
+	if err != nil {
+		return -1
+	}
+	return rune(n)
 }
