@@ -7,6 +7,8 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -78,6 +80,14 @@ func watchDrops(t *testing.T, n *Net) *drops {
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
+	})
+	group := regexp.MustCompile(fmt.Sprintf(`(?m)^ *%d `, n.table.group()))
+	eventually(t, "the kernel reports to it", func() bool {
+		bound, err := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_log")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return group.Match(bound)
 	})
 	return d
 }
