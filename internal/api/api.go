@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/useshards/shard"
@@ -224,7 +225,13 @@ const (
 // publicError is what a client may see of err.
 func publicError(err error) shard.ErrorDetail {
 	e, ok := errors.AsType[*shard.Error](err)
-	if !ok {
+	switch {
+	case ok:
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "the host's disk is full: make room there, for example by removing sandboxes or images"}
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "the daemon has too many files open: try again later, or raise the limit (LimitNOFILE)"}
+	default:
 		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "internal error: the daemon's log says more"}
 	}
 	return shard.ErrorDetail{Code: e.Code, Message: e.Message, Holders: e.Holders, ExitCode: e.ExitCode}

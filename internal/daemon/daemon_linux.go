@@ -58,12 +58,12 @@ func Run(ctx context.Context, o Options) (err error) {
 		return shard.Wrap(shard.CodeInternal, err, "could not lock root %s", o.Root)
 	}
 	defer lock.Close()
+	log := o.Log
 	pidFile := filepath.Join(o.Root, "daemon.pid")
 	if err := store.WriteVolatile(pidFile, []byte(strconv.Itoa(os.Getpid())+"\n")); err != nil {
-		return fmt.Errorf("write the pid file: %w", err)
+		log.Warn("there is no pid file", "err", err) // on a full disk only a daemon that runs can remove sandboxes
 	}
 	defer os.Remove(pidFile)
-	log := o.Log
 	log.Info("daemon starts", "version", o.Version, "root", o.Root)
 
 	parts, err := open(ctx, o)

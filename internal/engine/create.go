@@ -402,9 +402,7 @@ func (e *Engine) endJob(sb *sandbox, j *job, err error, cached bool) {
 		}
 		e.Log.Warn("create failed", "sandbox", sb.id, "err", err)
 		e.ports.free(sb.id)
-		if e := sb.update(func(r *record) { r.Sandbox.State, r.Sandbox.FailedReason = shard.StateFailed, text }); e != nil {
-			err = errors.Join(err, e)
-		}
+		sb.learn(func(r *record) { r.Sandbox.State, r.Sandbox.FailedReason = shard.StateFailed, text })
 	}
 	sb.mu.Lock()
 	sb.job = nil

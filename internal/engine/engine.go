@@ -193,7 +193,9 @@ type sandbox struct {
 	dir  string
 	verb chan struct{} // holds one token
 	rec  atomic.Pointer[record]
-	put  sync.Mutex // serialises change; held over the write of the record
+	put  sync.Mutex // serialises changes of the record; held over its write
+	// behind says that the record on disk lacks what happened; deleted, that it must not be written any more. Guarded by put.
+	behind, deleted bool
 	// early are the states of processes whose run is under way, by the agent's id: nil until the agent has told one.
 	// Guarded by put.
 	early map[string]*guest.ProcessState
@@ -234,11 +236,56 @@ func (sb *sandbox) change(change func(*record) bool) error {
 	if !change(&next) {
 		return nil
 	}
-	if err := sb.e.records.Put(sb.id, &next); err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q", next.Sandbox.Ref())
+	if err := sb.write(&next); err != nil {
+		return err
 	}
 	sb.rec.Store(&next)
 	sb.wake()
+	return nil
+}
+
+// learn changes the record to what has happened, or is sure to: no failure can undo that. What cannot be stored, since the
+// host's disk is full, is seen all the same, and stored when it can be.
+func (sb *sandbox) learn(change func(*record)) {
+	sb.learnIf(func(r *record) bool { change(r); return true })
+}
+
+// learnIf is learn for what may turn out to be no news: then change returns false.
+func (sb *sandbox) learnIf(change func(*record) bool) {
+	sb.put.Lock()
+	defer sb.put.Unlock()
+	next := *sb.record()
+	if !change(&next) {
+		return
+	}
+	if err := sb.write(&next); err != nil && !sb.deleted {
+		if !sb.behind {
+			sb.e.Log.Error("a sandbox's record on disk is behind until it can be written", "sandbox", sb.id, "err", err)
+		}
+		sb.behind = true
+	}
+	sb.rec.Store(&next)
+	sb.wake()
+}
+
+// catchUp stores what could not be stored before.
+func (sb *sandbox) catchUp() {
+	sb.put.Lock()
+	defer sb.put.Unlock()
+	if sb.behind && sb.write(sb.record()) == nil {
+		sb.e.Log.Info("a sandbox's record on disk is up to date again", "sandbox", sb.id)
+	}
+}
+
+// write stores a record. The caller holds put.
+func (sb *sandbox) write(rec *record) error {
+	if sb.deleted {
+		return notFound("sandbox", rec.Sandbox.Ref())
+	}
+	if err := sb.e.records.Put(sb.id, rec); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q: is the host's disk full?", rec.Sandbox.Ref())
+	}
+	sb.behind = false
 	return nil
 }
 

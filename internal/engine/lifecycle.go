@@ -320,9 +320,7 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	defer cancel()
 	sb.lastWords(l)
 	// The record first: who was told of the end must not read that it runs. The next verb waits for the rest.
-	if err := sb.update(ended(exit)); err != nil {
-		e.Log.Error("store the end of a sandbox", "sandbox", sb.id, "err", err)
-	}
+	sb.learn(ended(exit))
 	why := "the sandbox ended"
 	if exit.OOM {
 		why = "the sandbox " + reasonOOM
@@ -331,9 +329,7 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	if err := e.teardown(ctx, sb); err != nil {
 		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
 	}
-	if err := sb.update(func(r *record) { r.Intent = "" }); err != nil {
-		e.Log.Error("store that a sandbox is cleaned up", "sandbox", sb.id, "err", err)
-	}
+	sb.learn(func(r *record) { r.Intent = "" })
 }
 
 // fewMiB: a start that fails with less memory than this most likely fails for want of it.
@@ -392,11 +388,18 @@ func (e *Engine) teardown(ctx context.Context, sb *sandbox) error {
 	return errors.Join(errs...)
 }
 
-// deleteFiles gives back the address and deletes the record and the files.
+// deleteFiles deletes the record and the files, and gives back the address: in this order, since on a full disk only what was
+// deleted makes room to write down that an address is free. A daemon that starts frees what no record holds.
 func (e *Engine) deleteFiles(sb *sandbox) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
 	defer cancel()
-	return errors.Join(e.Net.Release(ctx, sb.id), e.records.Delete(sb.id))
+	sb.put.Lock()
+	sb.deleted = true
+	sb.put.Unlock()
+	if err := e.records.Delete(sb.id); err != nil {
+		return err
+	}
+	return e.Net.Release(ctx, sb.id)
 }
 
 // Start starts a stopped sandbox with the files it kept.
@@ -433,9 +436,7 @@ func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox
 		return nil, err
 	}
 	if err := e.boot(ctx, sb, p, &rec, img); err != nil {
-		if e := sb.update(func(r *record) { r.Intent = "" }); e != nil {
-			err = errors.Join(err, e)
-		}
+		sb.learn(func(r *record) { r.Intent = "" })
 		return nil, err
 	}
 	s := sb.record().Sandbox
@@ -472,9 +473,7 @@ func (e *Engine) Stop(ctx context.Context, ref string) (*shard.Sandbox, error) {
 
 // stop ends the machine of a sandbox and stores it as stopped. The caller holds the verb lock.
 func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
-	if err := sb.update(func(r *record) { r.Intent = "stop" }); err != nil {
-		return err
-	}
+	sb.learn(func(r *record) { r.Intent = "stop" }) // a full disk must not keep anybody from a stop or a remove
 	e.quiet(ctx, sb)
 	e.endLive(sb, "the sandbox was stopped")
 	ctx, cancel := context.WithTimeout(ctx, teardownTime)
@@ -482,10 +481,14 @@ func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
 	if err := e.teardown(ctx, sb); err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "sandbox %q did not stop", sb.ref())
 	}
-	return sb.update(func(r *record) {
-		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
-		r.processesDown()
-	})
+	sb.learn(stopped)
+	return nil
+}
+
+// stopped changes a record to that of a sandbox that a client stopped.
+func stopped(r *record) {
+	r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
+	r.processesDown()
 }
 
 // quiet asks the agent to end every process, and then ends the machine, with or without the agent's answer.
@@ -540,9 +543,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, force bool) error {
 	}
 	defer unlock()
 	ctx = context.WithoutCancel(ctx)
-	if err := sb.update(func(r *record) { r.Intent = "remove" }); err != nil {
-		return err
-	}
+	sb.learn(func(r *record) { r.Intent = "remove" })
 	return e.remove(ctx, sb)
 }
 

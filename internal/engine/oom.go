@@ -2,6 +2,8 @@ package engine
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/useshards/shard"
@@ -54,7 +56,7 @@ func restartDue(s *shard.Sandbox) bool {
 	return s.State == shard.StateStopped && s.OOM != nil && s.OOM.RestartAt != nil
 }
 
-// restartLoop starts what is due, each tick.
+// restartLoop starts what is due, each tick, and stores what could not be stored before.
 func (e *Engine) restartLoop() {
 	tick := time.NewTicker(oomTick)
 	defer tick.Stop()
@@ -63,9 +65,13 @@ func (e *Engine) restartLoop() {
 		case <-e.ctx.Done():
 			return
 		case now := <-tick.C:
-			all, _ := e.List(true)
-			for _, s := range all {
-				if restartDue(&s) && !now.Before(*s.OOM.RestartAt) {
+			e.mu.Lock()
+			sandboxes := slices.Collect(maps.Values(e.sandboxes))
+			e.mu.Unlock()
+			for _, sb := range sandboxes {
+				sb.catchUp()
+				s := &sb.record().Sandbox
+				if restartDue(s) && !now.Before(*s.OOM.RestartAt) {
 					e.wg.Go(func() { e.restart(s.ID) })
 				}
 			}
@@ -86,9 +92,7 @@ func (e *Engine) stopDue(ctx context.Context, sb *sandbox) (*shard.Sandbox, erro
 		return nil, err
 	}
 	defer unlock()
-	if err := sb.update(func(r *record) { callOff(r); r.StoppedByUser = true }); err != nil {
-		return nil, err
-	}
+	sb.learn(func(r *record) { callOff(r); r.StoppedByUser = true })
 	s := sb.record().Sandbox
 	return &s, nil
 }

@@ -104,7 +104,8 @@ func (e *Engine) KillProcess(ctx context.Context, ref, name string, force bool) 
 	}
 	err = sb.explain(session.Call(ctx, guest.OpKill, args, nil))
 	if shard.CodeOf(err) == shard.CodeNotFound {
-		err = sb.lost(name, id)
+		sb.lost(name, id)
+		err = nil
 	}
 	if err != nil {
 		return nil, err

@@ -55,8 +55,8 @@ func (sb *sandbox) lastWords(l *live) {
 }
 
 // tell stores what the agent says of processes. What ends while the sandbox goes down is not told: it is stopped.
-func (sb *sandbox) tell(states []guest.ProcessState) error {
-	return sb.change(func(rec *record) bool {
+func (sb *sandbox) tell(states []guest.ProcessState) {
+	sb.learnIf(func(rec *record) bool {
 		changed := false
 		for _, s := range states {
 			name := rec.runName(s.ID)
@@ -119,9 +119,7 @@ func (sb *sandbox) openStates(session *guest.Session) (held []string, err error)
 			news, err := states.Next()
 			if err == nil {
 				sb.hear(news)
-				if err = sb.tell(news); err != nil {
-					sb.e.Log.Error("store how processes stand", "sandbox", sb.id, "err", err)
-				}
+				sb.tell(news)
 				continue
 			}
 			if session.Err() == nil && ctx.Err() == nil && !sb.ending() {
@@ -150,9 +148,7 @@ func (e *Engine) resumeProcesses(sb *sandbox, session *guest.Session) {
 				e.Log.Warn("take up the output of a process", "sandbox", sb.id, "process", name, "err", err)
 			}
 		default:
-			if err := sb.lost(name, run.ID); err != nil {
-				e.Log.Error("store that a process was lost", "sandbox", sb.id, "process", name, "err", err)
-			}
+			sb.lost(name, run.ID)
 		}
 	}
 	sb.put.Lock()
@@ -191,8 +187,8 @@ func (sb *sandbox) resumeLog(session *guest.Session, name string, run processRun
 }
 
 // lost stores that the agent does not hold a process that it should.
-func (sb *sandbox) lost(name, id string) error {
-	return sb.change(func(r *record) bool {
+func (sb *sandbox) lost(name, id string) {
+	sb.learnIf(func(r *record) bool {
 		p := find(r, name)
 		if p == nil || r.Runs[name].ID != id {
 			return false

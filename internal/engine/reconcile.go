@@ -138,21 +138,22 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		return e.remove(ctx, sb)
 	case rec.Sandbox.State == shard.StatePending || rec.Sandbox.State == shard.StateCreated:
 		err := e.teardown(ctx, sb)
-		return errors.Join(err, sb.update(func(r *record) {
+		sb.learn(func(r *record) {
 			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", ""
-		}))
+		})
+		return err
 	case rec.Intent == "stop":
 		err := e.teardown(ctx, sb)
-		return errors.Join(err, sb.update(func(r *record) {
-			r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent, r.StoppedByUser = shard.StateStopped, "", nil, "", true
-			r.processesDown()
-		}))
+		sb.learn(stopped)
+		return err
 	case rec.Intent == "cleanup":
 		err := e.teardown(ctx, sb)
-		return errors.Join(err, sb.update(func(r *record) { r.Intent = "" }))
+		sb.learn(func(r *record) { r.Intent = "" })
+		return err
 	case rec.Intent == "start":
 		err := e.teardown(ctx, sb)
-		return errors.Join(err, sb.update(func(r *record) { r.Intent, r.Handle = "", nil }))
+		sb.learn(func(r *record) { r.Intent, r.Handle = "", nil })
+		return err
 	case rec.Sandbox.State != shard.StateRunning:
 		return nil
 	}
@@ -175,11 +176,12 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		_ = inst.Close()
 	}
 	err = e.teardown(ctx, sb)
-	return errors.Join(err, sb.update(func(r *record) {
+	sb.learn(func(r *record) {
 		ended(exit)(r)
 		r.Intent = ""
 		if !exit.OOM {
 			r.Sandbox.StoppedReason = reasonGone
 		}
-	}))
+	})
+	return err
 }

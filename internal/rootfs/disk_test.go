@@ -282,3 +282,27 @@ func BenchmarkDisk(b *testing.B) {
 		})
 	}
 }
+
+// TestSpoiled: a disk of which writes were lost is checked before it is used again, although ext4 knows nothing of it.
+func TestSpoiled(t *testing.T) {
+	h := newHost(t)
+	h.layer("base", map[string]string{"a": "1"})
+	dir := h.sandbox("spoiled", 16)
+	must(t, os.WriteFile(filepath.Join(h.mount(dir, "base"), "kept"), []byte("2"), 0o644))
+	h.unmount(dir)
+	file := filepath.Join(dir, diskFile)
+	must(t, spoil(file))
+	if clean, err := isClean(file); clean || err != nil {
+		t.Fatal("a spoiled disk is clean", err)
+	}
+	if got := read(t, filepath.Join(h.mount(dir, "base"), "kept")); got != "2" {
+		t.Errorf("the file holds %q", got)
+	}
+	if !strings.Contains(h.log.String(), "has been checked") {
+		t.Error("the disk was not checked:", h.log)
+	}
+	h.unmount(dir)
+	if clean, err := isClean(file); !clean || err != nil {
+		t.Error("the checked disk is not clean", err)
+	}
+}

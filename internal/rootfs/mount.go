@@ -5,8 +5,10 @@ package rootfs
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -46,18 +48,33 @@ func (m *Manager) Mount(ctx context.Context, sandboxDir, layersDir string, layer
 	if err := m.Unmount(ctx, sandboxDir); err != nil {
 		return "", err
 	}
+	err = m.mountBoth(ctx, sandboxDir, layersDir, layers)
+	if errors.Is(err, unix.EBADMSG) || errors.Is(err, unix.EUCLEAN) || errors.Is(err, unix.EIO) { // it says that it is clean, and is not
+		m.log.Warn("a disk is damaged and is checked", "disk", filepath.Join(sandboxDir, diskFile), "error", err)
+		if err = spoil(filepath.Join(sandboxDir, diskFile)); err == nil {
+			err = m.mountBoth(ctx, sandboxDir, layersDir, layers)
+		}
+	}
+	if err != nil {
+		return "", err
+	}
+	return root, nil
+}
+
+// mountBoth mounts the disk and the root. On failure nothing stays mounted.
+func (m *Manager) mountBoth(ctx context.Context, sandboxDir, layersDir string, layers []string) (err error) {
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, m.Unmount(context.WithoutCancel(ctx), sandboxDir))
 		}
 	}()
 	if err := m.mountDisk(ctx, sandboxDir); err != nil {
-		return "", fmt.Errorf("mount the sandbox's disk: %w", err)
+		return fmt.Errorf("mount the sandbox's disk: %w", err)
 	}
 	if err := mountOverlay(sandboxDir, layersDir, layers); err != nil {
-		return "", fmt.Errorf("mount the sandbox's root: %w", err)
+		return fmt.Errorf("mount the sandbox's root: %w", err)
 	}
-	return root, nil
+	return nil
 }
 
 func (m *Manager) mountDisk(ctx context.Context, sandboxDir string) error {
@@ -239,12 +256,45 @@ func isClean(file string) (bool, error) {
 		return false, err
 	}
 	defer f.Close()
-	const superblock, magicAt, stateAt, validState = 1024, 0x38, 0x3A, 1
-	var b [stateAt + 2]byte
-	if _, err := f.ReadAt(b[:], superblock); err != nil {
-		return false, fmt.Errorf("read the disk's superblock: %w", err)
+	b, err := readSuper(f)
+	if err != nil {
+		return false, err
 	}
 	return b[magicAt] == 0x53 && b[magicAt+1] == 0xEF && b[stateAt] == validState, nil
+}
+
+// Where ext4's superblock is, and what in it says whether the file system is whole.
+const (
+	superAt, superSize            = 1024, 1024
+	magicAt                       = 0x38
+	stateAt, validState, errState = 0x3A, 1, 2
+	featuresAt, checksums         = 0x64, 0x400
+	checksumAt                    = 1020
+)
+
+func readSuper(f *os.File) (b [superSize]byte, err error) {
+	if _, err := f.ReadAt(b[:], superAt); err != nil {
+		return b, fmt.Errorf("read the disk's superblock: %w", err)
+	}
+	return b, nil
+}
+
+// spoil makes a disk that is not mounted look as it should: with errors, to be checked before it is used again. The block is
+// there already, so a full disk of the host does not matter.
+func spoil(file string) error {
+	f, err := os.OpenFile(file, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return err
+	}
+	b, err := readSuper(f)
+	if err == nil {
+		b[stateAt], b[stateAt+1] = errState, 0
+		if binary.LittleEndian.Uint32(b[featuresAt:])&checksums != 0 {
+			binary.LittleEndian.PutUint32(b[checksumAt:], ^crc32.Checksum(b[:checksumAt], crc32.MakeTable(crc32.Castagnoli)))
+		}
+		_, err = f.WriteAt(b[:], superAt)
+	}
+	return errors.Join(err, f.Sync(), f.Close())
 }
 
 // Unmount takes the root and its disk down, writes everything to the disk file, and frees the loop device. It works on
@@ -254,6 +304,9 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 	if err := release(sandboxDir); err != nil { // a frozen file system never goes away
 		return fmt.Errorf("release the disk: %w", err)
 	}
+	// A host whose disk is full, or broken, lets go of what the guest wrote last, and ext4, which has no journal here, does not
+	// notice when that was about where files are.
+	unwritten := syncDisk(sandboxDir)
 	for _, name := range []string{rootDir, diskDir} {
 		path := filepath.Join(sandboxDir, name)
 		if err := m.unmountPoint(ctx, path); err != nil {
@@ -266,11 +319,28 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, m.detachTimeout)
 	defer cancel()
-	err := awaitDetached(ctx, filepath.Join(sandboxDir, diskFile))
-	if errors.Is(err, fs.ErrNotExist) {
+	file := filepath.Join(sandboxDir, diskFile)
+	switch err := awaitDetached(ctx, file); {
+	case errors.Is(err, fs.ErrNotExist):
 		return nil
+	case err != nil:
+		return err
 	}
-	return err
+	if unwritten != nil {
+		m.log.Error("the host could not write all of a sandbox's files: some are lost, and the disk will be checked", "disk", file, "error", unwritten)
+		return spoil(file)
+	}
+	return nil
+}
+
+// syncDisk writes what is under way to the disk, and tells of any write that failed since it was mounted.
+func syncDisk(sandboxDir string) error {
+	path := filepath.Join(sandboxDir, diskDir)
+	var dir, disk unix.Stat_t
+	if unix.Stat(sandboxDir, &dir) != nil || unix.Stat(path, &disk) != nil || dir.Dev == disk.Dev {
+		return nil // not mounted
+	}
+	return syncFS(path)
 }
 
 // unmountPoint removes every mount on path and below it.
@@ -303,18 +373,19 @@ func (m *Manager) unmountPoint(ctx context.Context, path string) error {
 		// A process on the host sits in it. The mount leaves the tree now and its disk is freed with its last user; until
 		// then awaitDetached refuses to say that all is well.
 		m.log.Warn("a mount stayed in use and was detached lazily", "path", path)
-		syncFS(path)
+		_ = syncFS(path)
 		if err := unix.Unmount(path, unix.UMOUNT_NOFOLLOW|unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
 			return &fs.PathError{Op: "detach", Path: path, Err: err}
 		}
 	}
 }
 
-func syncFS(path string) {
-	if fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err == nil {
-		_ = unix.Syncfs(fd)
-		_ = unix.Close(fd)
+func syncFS(path string) error {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
 	}
+	return errors.Join(unix.Syncfs(fd), unix.Close(fd))
 }
 
 // Mounted says whether the sandbox's writable root is mounted.
