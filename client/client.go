@@ -271,6 +271,20 @@ func refusal(resp *http.Response) error {
 	return detailError(body.Error)
 }
 
+// body is an answer that is read as it comes, with errors fit to be told.
+type body struct {
+	ctx context.Context
+	io.ReadCloser
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		err = transportError(b.ctx, err)
+	}
+	return n, err
+}
+
 func detailError(d shard.ErrorDetail) error {
 	return &shard.Error{Code: d.Code, Message: d.Message, Holders: d.Holders, ExitCode: d.ExitCode}
 }
@@ -312,6 +326,13 @@ func (p Page) query() url.Values {
 		q.Set("cursor", p.Cursor)
 	}
 	return q
+}
+
+// setTrue asks for what name stands for; a parameter that is not there is false.
+func setTrue(q url.Values, name string, on bool) {
+	if on {
+		q.Set(name, "true")
+	}
 }
 
 // walk calls get for page after page until the list has no next one.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -18,8 +19,8 @@ func (c *Client) EgressLog(ctx context.Context, ref string) (decisions []shard.E
 	if err != nil {
 		return nil, 0, err
 	}
-	defer func() { _ = resp.Body.Close() }()
-	if err := json.NewDecoder(&body{ctx, resp.Body}).Decode(&decisions); err != nil {
+	defer resp.Body.Close()
+	if err := json.NewDecoder(io.LimitReader(&body{ctx, resp.Body}, maxAnswer)).Decode(&decisions); err != nil {
 		return nil, 0, fmt.Errorf("read the daemon's egress log: %w", err)
 	}
 	cut, _ = strconv.Atoi(resp.Header.Get("Shard-Egress-Cut"))

@@ -83,7 +83,7 @@ func (c *Client) Resize(ctx context.Context, ref, id string, size shard.Size) er
 // Stream is the live connection to a command. One goroutine may read (Copy) while another writes.
 type Stream struct {
 	conn *websocket.Conn
-	ctx  context.Context
+	ctx  context.Context // of the whole connection, as Attach says
 
 	// mu orders writers; buf is the message under construction: its first byte is the frame's kind.
 	mu  sync.Mutex
@@ -93,7 +93,11 @@ type Stream struct {
 // Attach connects to a command: what the daemon holds of its output, then what it writes. Cancelling ctx, at any time,
 // or Close, ends the connection and leaves the command running.
 func (c *Client) Attach(ctx context.Context, ref, id string) (*Stream, error) {
-	conn, _, err := websocket.Dial(ctx, c.base+sandboxPath(ref, "exec", id), &websocket.DialOptions{
+	return c.stream(ctx, sandboxPath(ref, "exec", id))
+}
+
+func (c *Client) stream(ctx context.Context, path string) (*Stream, error) {
+	conn, _, err := websocket.Dial(ctx, c.base+path, &websocket.DialOptions{
 		HTTPClient: &http.Client{Transport: upgrader{c.http.Transport}},
 		HTTPHeader: c.header.Clone(),
 	})

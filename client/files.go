@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"net/http"
 	"net/url"
-	"strconv"
 
 	"github.com/useshards/shard"
 )
@@ -33,9 +32,7 @@ func (o WriteOptions) query(path string) url.Values {
 	if o.User != "" {
 		q.Set("user", o.User)
 	}
-	if o.Parents {
-		q.Set("parents", "true")
-	}
+	setTrue(q, "parents", o.Parents)
 	return q
 }
 
@@ -67,24 +64,8 @@ func (c *Client) download(ctx context.Context, ref, route, path string) (io.Read
 		resp.Body.Close()
 		return nil, nil, err
 	}
-	return &download{ctx: ctx, body: resp.Body}, entry, nil
+	return &body{ctx, resp.Body}, entry, nil
 }
-
-// download is an answer's body with errors fit to be told.
-type download struct {
-	ctx  context.Context
-	body io.ReadCloser
-}
-
-func (d *download) Read(p []byte) (int, error) {
-	n, err := d.body.Read(p)
-	if err != nil && err != io.EOF {
-		err = transportError(d.ctx, err)
-	}
-	return n, err
-}
-
-func (d *download) Close() error { return d.body.Close() }
 
 // Stat describes path itself, not what a link points to.
 func (c *Client) Stat(ctx context.Context, ref, path string) (*shard.FileEntry, error) {
@@ -107,9 +88,7 @@ func statOf(resp *http.Response) (*shard.FileEntry, error) {
 // RemoveFile deletes path; a directory with content only when recursive.
 func (c *Client) RemoveFile(ctx context.Context, ref, path string, recursive bool) error {
 	q := url.Values{"path": {path}}
-	if recursive {
-		q.Set("recursive", strconv.FormatBool(true))
-	}
+	setTrue(q, "recursive", recursive)
 	return c.do(ctx, call{method: http.MethodDelete, path: sandboxPath(ref, "files"), query: q}, nil)
 }
 

@@ -26,7 +26,7 @@ func (c *Client) Images(ctx context.Context) ([]shard.Image, error) {
 
 // Pull brings an image to the host; progress as with Create.
 func (c *Client) Pull(ctx context.Context, ref string, progress func(shard.Progress)) (*shard.Image, error) {
-	return c.imageStream(ctx, call{method: http.MethodPost, path: "/v0/images/pull", accept: ndjson,
+	return c.imageStream(ctx, call{method: http.MethodPost, path: "/v0/images/pull",
 		body: shard.PullRequest{Ref: ref}}, progress)
 }
 
@@ -50,19 +50,16 @@ func (c *Client) Import(ctx context.Context, spec ImageImport, tar io.Reader, pr
 	if spec.User != "" {
 		q.Set("user", spec.User)
 	}
-	return c.imageStream(ctx, call{method: http.MethodPost, path: "/v0/images/import", query: q, accept: ndjson,
+	return c.imageStream(ctx, call{method: http.MethodPost, path: "/v0/images/import", query: q,
 		body: tar, contentType: "application/x-tar", size: -1}, progress)
 }
 
 func (c *Client) imageStream(ctx context.Context, k call, progress func(shard.Progress)) (*shard.Image, error) {
-	resp, err := c.send(ctx, k)
+	last, err := c.progress(ctx, k, progress)
 	if err != nil {
 		return nil, err
 	}
-	defer resp.Body.Close()
-	var img *shard.Image
-	err = c.readProgress(ctx, resp.Body, progress, func(l line) bool { img = l.Image; return img != nil })
-	return img, err
+	return last.Image, nil
 }
 
 // RemoveImage deletes an image; force also when sandboxes were made from it. The warnings say what could not be freed.
@@ -73,9 +70,7 @@ func (c *Client) RemoveImage(ctx context.Context, ref string, force bool) (warni
 		parts[i] = segment(p)
 	}
 	q := url.Values{}
-	if force {
-		q.Set("force", "true")
-	}
+	setTrue(q, "force", force)
 	var out shard.RemovedImage
 	err = c.do(ctx, call{method: http.MethodDelete, path: "/v0/images/" + strings.Join(parts, "/"), query: q}, &out)
 	return out.Warnings, err

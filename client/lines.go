@@ -11,8 +11,10 @@ import (
 	"github.com/useshards/shard"
 )
 
-// maxEvent bounds one line of an answer that goes on, in bytes: two paths of 4096, escaped, are the longest.
-const maxEvent = 128 << 10
+const ndjson = "application/x-ndjson"
+
+// maxLine bounds one line, in bytes: a sandbox's record is the longest.
+const maxLine = 4 << 20
 
 // lines reads an answer of JSON lines that goes on until what it tells of ends.
 type lines[T any] struct {
@@ -30,14 +32,18 @@ func follow[T any](ctx context.Context, c *Client, k call, what string) (lines[T
 		return lines[T]{}, err
 	}
 	scan := bufio.NewScanner(resp.Body)
-	scan.Buffer(make([]byte, 0, 4<<10), maxEvent)
+	scan.Buffer(make([]byte, 0, 4<<10), maxLine)
 	return lines[T]{ctx, resp.Body, scan, what}, nil
 }
 
-// Next waits for the next one. io.EOF is the end: the sandbox has stopped, or what was followed is no longer there. A
+// Next waits for the next one; an empty line is none. io.EOF is the end: the sandbox has stopped, or what was followed is no longer there. A
 // *shard.Error says why it cannot go on.
 func (l *lines[T]) Next() (*T, error) {
-	if !l.scan.Scan() {
+	more := l.scan.Scan()
+	for more && len(l.scan.Bytes()) == 0 {
+		more = l.scan.Scan()
+	}
+	if !more {
 		switch err := l.scan.Err(); {
 		case err == nil:
 			return nil, io.EOF
@@ -62,3 +68,33 @@ func (l *lines[T]) Next() (*T, error) {
 
 // Close ends the reading.
 func (l *lines[T]) Close() error { return l.body.Close() }
+
+// step is one line of an answer that reports progress: an event, or what came of it.
+type step struct {
+	Event   *shard.Progress `json:"event"`
+	Sandbox *shard.Sandbox  `json:"sandbox"`
+	Image   *shard.Image    `json:"image"`
+}
+
+// progress reports events until it comes to the sandbox or the image. Lines that hold neither are skipped.
+func (c *Client) progress(ctx context.Context, k call, report func(shard.Progress)) (*step, error) {
+	steps, err := follow[step](ctx, c, k, "progress")
+	if err != nil {
+		return nil, err
+	}
+	defer steps.Close()
+	for {
+		s, err := steps.Next()
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil, transportError(ctx, io.ErrUnexpectedEOF)
+		case err != nil:
+			return nil, err
+		case s.Sandbox != nil || s.Image != nil:
+			_, _ = io.Copy(io.Discard, io.LimitReader(steps.body, maxLine)) // to the end, so that the connection can be used again
+			return s, nil
+		case s.Event != nil && report != nil:
+			report(*s.Event)
+		}
+	}
+}

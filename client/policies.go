@@ -31,10 +31,10 @@ func (c *Client) Policy(ctx context.Context, name string) (*shard.PolicyView, er
 // PutPolicy makes a policy, or replaces all rules of one; the sandboxes that have it are kept to the new rules at once.
 func (c *Client) PutPolicy(ctx context.Context, name string, rules []shard.PolicyRule) (*shard.PolicyView, error) {
 	if rules == nil {
-		rules = []shard.PolicyRule{}
+		rules = []shard.PolicyRule{} // null is no list
 	}
 	var out shard.PolicyView
-	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: shard.PutPolicyRequest{Rules: append([]shard.PolicyRule{}, rules...)}}, &out)
+	err := c.do(ctx, call{method: http.MethodPut, path: policyPath(name), body: shard.PutPolicyRequest{Rules: rules}}, &out)
 	return &out, err
 }
 

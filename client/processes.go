@@ -52,9 +52,7 @@ func (c *Client) process(ctx context.Context, k call) (*shard.Process, error) {
 // from now on, until it or its sandbox ends. The caller closes it.
 func (c *Client) ProcessLog(ctx context.Context, ref, name string, follow bool) (io.ReadCloser, error) {
 	q := url.Values{}
-	if follow {
-		q.Set("follow", "true")
-	}
+	setTrue(q, "follow", follow)
 	resp, err := c.send(ctx, call{method: http.MethodGet, path: sandboxPath(ref, "processes", name, "logs"), query: q})
 	if err != nil {
 		return nil, err
@@ -62,36 +60,18 @@ func (c *Client) ProcessLog(ctx context.Context, ref, name string, follow bool) 
 	return &body{ctx, resp.Body}, nil
 }
 
-// body is an answer that is read as it comes.
-type body struct {
-	ctx context.Context
-	io.ReadCloser
-}
-
-func (b *body) Read(p []byte) (int, error) {
-	n, err := b.ReadCloser.Read(p)
-	if err != nil && !errors.Is(err, io.EOF) {
-		err = transportError(b.ctx, err)
-	}
-	return n, err
-}
-
 // AttachProcess connects to a process: its output from the start of the current run, then what it writes. Cancelling ctx,
 // or Close, ends the connection and leaves the process running.
 func (c *Client) AttachProcess(ctx context.Context, ref, name string) (*ProcessStream, error) {
-	conn, _, err := websocket.Dial(ctx, c.base+sandboxPath(ref, "processes", name, "attach"), &websocket.DialOptions{
-		HTTPClient: &http.Client{Transport: upgrader{c.http.Transport}},
-		HTTPHeader: c.header.Clone(),
-	})
+	s, err := c.stream(ctx, sandboxPath(ref, "processes", name, "attach"))
 	if err != nil {
-		return nil, transportError(ctx, err)
+		return nil, err
 	}
-	conn.SetReadLimit(maxMessage)
-	return &ProcessStream{Stream{conn: conn, ctx: ctx}}, nil
+	return &ProcessStream{s}, nil
 }
 
 // ProcessStream is the live connection to a process.
-type ProcessStream struct{ s Stream }
+type ProcessStream struct{ s *Stream }
 
 // Copy passes output on until the process has ended for good, and returns its record. Errors are those of Stream.Copy.
 func (p *ProcessStream) Copy(w io.Writer) (*shard.Process, error) {
@@ -109,7 +89,7 @@ func (p *ProcessStream) Copy(w io.Writer) (*shard.Process, error) {
 				return nil, &WriteError{Err: err}
 			}
 		case frameExit, frameError:
-			return last[shard.Process](&p.s, message[0], message[1:])
+			return last[shard.Process](p.s, message[0], message[1:])
 		default:
 			return nil, fmt.Errorf("the daemon sent a message of unknown kind %#x on a process's stream", message[0])
 		}

@@ -32,9 +32,7 @@ func (c *Client) PutSecret(ctx context.Context, name string, req shard.PutSecret
 // RemoveSecret removes a secret. With force also one that sandboxes have: its placeholder then stands for nothing.
 func (c *Client) RemoveSecret(ctx context.Context, name string, force bool) error {
 	q := url.Values{}
-	if force {
-		q.Set("force", "true")
-	}
+	setTrue(q, "force", force)
 	return c.do(ctx, call{method: http.MethodDelete, path: secretPath(name), query: q}, nil)
 }
 

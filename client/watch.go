@@ -16,9 +16,7 @@ type FileWatch struct{ lines[shard.FileEvent] }
 // more. ctx bounds the whole watch, which must be closed.
 func (c *Client) Watch(ctx context.Context, ref, path string, recursive bool) (*FileWatch, error) {
 	q := url.Values{"path": {path}}
-	if recursive {
-		q.Set("recursive", "true")
-	}
+	setTrue(q, "recursive", recursive)
 	l, err := follow[shard.FileEvent](ctx, c, call{method: http.MethodGet, path: sandboxPath(ref, "watch"), query: q}, "file events")
 	if err != nil {
 		return nil, err
