@@ -41,9 +41,6 @@ func TestSecretClients(t *testing.T) {
 		destinations = append(destinations, "--dest", host)
 	}
 	setSecret(t, d, value, append(destinations, "API_TOKEN")...)
-	basic := func(user, password string) string {
-		return "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":"+password))
-	}
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider, "--secret", "API_TOKEN", testenv.ClientsRef)
 		got.take()
@@ -93,11 +90,11 @@ func TestSecretClients(t *testing.T) {
 			t.Errorf("as root: %+v", r)
 		}
 		sh(t, d, id, `curl -sS -u "user:$API_TOKEN" https://dest.lab.test/; curl -sS "https://user:$API_TOKEN@dest.lab.test/"`)
-		if all := got.take(); len(all) != 2 || all[0].Header.Get("Authorization") != basic("user", value) || all[1].Header.Get("Authorization") != basic("user", value) {
+		if all := got.take(); len(all) != 2 || all[0].Header.Get("Authorization") != basicLogin("user", value) || all[1].Header.Get("Authorization") != basicLogin("user", value) {
 			t.Errorf("Basic: %+v", all)
 		}
 		sh(t, d, id, `curl -sS -L --location-trusted -H "Key: $API_TOKEN" -u "user:$API_TOKEN" https://dest.lab.test/away`)
-		if all := got.take(); len(all) != 1 || all[0].Host != "evil.lab.test" || all[0].Header.Get("Key") != mock || all[0].Header.Get("Authorization") != basic("user", mock) {
+		if all := got.take(); len(all) != 1 || all[0].Host != "evil.lab.test" || all[0].Header.Get("Key") != mock || all[0].Header.Get("Authorization") != basicLogin("user", mock) {
 			t.Errorf("after a redirect: %+v", all)
 		}
 
@@ -112,15 +109,15 @@ func TestSecretClients(t *testing.T) {
 			}
 		}
 		manager(t, testenv.LabGit, `git clone -q "https://x:$API_TOKEN@$host/private/project.git"; cat project/README`, "hello",
-			func(password string) string { return basic("x", password) })
+			func(password string) string { return basicLogin("x", password) })
 		manager(t, testenv.LabPyPI, `pip install -q --disable-pip-version-check --no-cache-dir --root-user-action=ignore --target . --index-url "https://u:$API_TOKEN@$host/simple/" labpackage
-			cat labpackage.py`, "answer = 42", func(password string) string { return basic("u", password) })
+			cat labpackage.py`, "answer = 42", func(password string) string { return basicLogin("u", password) })
 		manager(t, testenv.LabNPM, `npm install --silent --no-audit --no-fund --no-update-notifier "--//$host/:_authToken=$API_TOKEN" --registry https://$host/ lab-package >&2
 			cat node_modules/lab-package/index.js`, "module.exports = 42;", func(password string) string { return "Bearer " + password })
 		manager(t, testenv.LabAPT, `echo "deb [trusted=yes] https://$host lab main" >/etc/apt/sources.list.d/lab.list
 			echo "machine $host login user password $API_TOKEN" >/etc/apt/auth.conf.d/lab.conf
 			apt-get -qq -o APT::Sandbox::User=root update; apt-get -qq -o APT::Sandbox::User=root download lab-package; cat lab-package_1.0_all.deb`,
-			"nobody who only downloads it looks into it", func(password string) string { return basic("user", password) })
+			"nobody who only downloads it looks into it", func(password string) string { return basicLogin("user", password) })
 		t.Run("Rust", func(t *testing.T) {
 			if why := d.Shard("exec", id, "cat", testenv.NoRust); why.Code == 0 {
 				t.Skipf("no Rust in the image of clients: %s", why.Stdout)
@@ -133,6 +130,11 @@ func TestSecretClients(t *testing.T) {
 				"pub const ANSWER: i32 = 42;", func(password string) string { return password })
 		})
 	})
+}
+
+// basicLogin is the header of HTTP's Basic authentication.
+func basicLogin(user, password string) string {
+	return "Basic " + base64.StdEncoding.EncodeToString([]byte(user+":"+password))
 }
 
 // sample is the block of code in a page of docs/ that holds some words.

@@ -33,6 +33,30 @@ var LookupNames = []string{"glibc", "musl", "go"}
 
 var clientsArchive = sync.OnceValues(buildClients)
 
+// GoClient is get-go, which needs nothing of an image but a trust file.
+func GoClient(t testing.TB) []byte {
+	t.Helper()
+	data, err := goClient()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}
+
+var goClient = sync.OnceValues(func() ([]byte, error) {
+	dir, err := os.MkdirTemp("", "get-go")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	cmd := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", filepath.Join(dir, "get-go"), filepath.Join("internal", "testenv", "testdata", "clients", "get.go"))
+	cmd.Dir, cmd.Env = Module(), append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("build get-go: %w\n%s", err, out)
+	}
+	return os.ReadFile(filepath.Join(dir, "get-go"))
+})
+
 // ClientsArchive is the path of an image (500 MB) with the clients that agents use: curl, wget, git, apt, Python with pip, requests
 // and httpx, Node with npm, Java, Rust with cargo, and programs in Go and C. It is built from this distribution's packages and cached
 // under build/.
