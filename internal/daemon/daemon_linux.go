@@ -305,7 +305,7 @@ func nameservers() []string {
 		}
 		addr, err := netip.ParseAddr(fields[1])
 		switch {
-		case err != nil || netns.Dropped(addr) || addr.Is4In6():
+		case err != nil || shard.IsUnreachable(addr) || addr.Is4In6():
 		case addr.Is4():
 			out = append(out, addr.String())
 		default:

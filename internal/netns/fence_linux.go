@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/google/nftables"
-	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	nl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
@@ -82,33 +81,12 @@ func (n *Net) removeFence() (err error) {
 	return err
 }
 
-// setMark gives a packet one of our marks.
-func setMark(value uint32) []expr.Any {
-	bits, other := uint32(markBits), binaryutil.NativeEndian
-	return []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyMARK, Register: 1},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: other.PutUint32(^bits), Xor: other.PutUint32(value)},
-		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: 1},
-	}
-}
-
-// marked matches packets that have one of our marks, or (yes false) have not.
-func marked(value uint32, yes bool) []expr.Any {
-	return []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyMARK, Register: 1},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(markBits), Xor: make([]byte, 4)},
-		&expr.Cmp{Op: op(yes), Register: 1, Data: binaryutil.NativeEndian.PutUint32(value)},
-	}
-}
-
 // lastChain is the one that a table has only if it has all of them.
 const lastChain = "fence_out"
 
 // fenceChains adds what gives and looks for the marks; what judges gives markJudged by itself.
 func (t *table) fenceChains(c *nftables.Conn) {
-	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
-		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
-	}
+	rule := t.ruler(c)
 	// Behind whatever else of the host changes marks, such as those that connections keep.
 	late := nftables.ChainPriorityRef(1000)
 	bound := c.AddChain(&nftables.Chain{Table: t.nft, Name: "fence_in", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookPrerouting, Priority: late})

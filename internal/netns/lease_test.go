@@ -169,7 +169,7 @@ func TestPickBlock(t *testing.T) {
 		for _, r := range ranges {
 			inRange = inRange || r.Overlaps(got)
 		}
-		for _, p := range private(true) {
+		for _, p := range unreachable(true) {
 			dropped = dropped || p.Bits() <= 16 && p.Contains(got.Addr())
 		}
 		if !inRange || !dropped {

@@ -92,9 +92,7 @@ func settle(t *testing.T, n *Net) {
 		t.Fatal("teardown does not end")
 	}
 	// A failed transaction closed the table's socket; it counts as a descriptor.
-	if err := n.table.transact(func(*nftables.Conn) error { return nil }); err != nil {
-		t.Fatal(err)
-	}
+	transact(t, n, func(*nftables.Conn) error { return nil })
 }
 
 // TestNothingLeft: 50 lives, then failures at each step, then Remove; each time the counts are those from before.

@@ -23,11 +23,10 @@ import (
 // own, so that the next can be put up before a transaction switches the verdict and takes down the one before.
 type restriction struct {
 	Rules
-	stem string                     // of the names
+	stem string                     // the chain, and what the other names begin with
 	fed  []map[netip.Addr]time.Time // by rule: until when, as the kernel knows it too
 }
 
-func (r *restriction) chain() string { return r.stem }
 func (r *restriction) set(f family) string {
 	if f == v6 {
 		return r.stem + "_fed6"
@@ -38,11 +37,7 @@ func (r *restriction) isFed() bool {
 	return slices.ContainsFunc(r.Rules.Rules, func(it Rule) bool { return it.Fed })
 }
 func (r *restriction) refusal(i int) string { return fmt.Sprintf("%s_deny%d", r.stem, i) } // len(Rules.Rules): the default
-func (r *restriction) usesSet(i int) bool   { return r.Rules.Rules[i].Fed }
-func (r *restriction) verdict() *expr.Verdict {
-	return &expr.Verdict{Kind: expr.VerdictGoto, Chain: r.chain()}
-}
-func (r *restriction) refuses(i int) bool { return i == len(r.Rules.Rules) || !r.Rules.Rules[i].Allow }
+func (r *restriction) refuses(i int) bool   { return i == len(r.Rules.Rules) || !r.Rules.Rules[i].Allow }
 func (r *restriction) label(i int) string {
 	if i == len(r.Rules.Rules) {
 		return r.Default
@@ -141,7 +136,7 @@ func (t *table) newRestriction(e entry, of Restriction) *restriction {
 	r := &restriction{Rules: of.Rules, stem: fmt.Sprintf("policy_%s_%d", strings.TrimPrefix(e.iface, t.prefix), t.serial),
 		fed: make([]map[netip.Addr]time.Time, len(of.Rules.Rules))}
 	for i, addrs := range of.Fed {
-		if i < len(r.fed) && r.usesSet(i) {
+		if i < len(r.fed) && r.Rules.Rules[i].Fed {
 			r.fed[i] = addrs
 		}
 	}
@@ -206,7 +201,7 @@ func (t *table) redirects(r *restriction) (sets []*nftables.Set) {
 
 // forget takes a restriction down; no verdict leads to it any more.
 func (t *table) forget(c *nftables.Conn, r *restriction) {
-	chains := []string{r.chain()}
+	chains := []string{r.stem}
 	for _, p := range r.parts() {
 		chains = append(chains, r.partChain(p))
 	}
@@ -241,7 +236,7 @@ func (t *table) feed(e entry, rules []int, addrs []netip.Addr, until time.Time) 
 	}
 	var all []news
 	for _, i := range rules {
-		if i >= len(r.Rules.Rules) || !r.usesSet(i) {
+		if i >= len(r.Rules.Rules) || !r.Rules.Rules[i].Fed {
 			continue
 		}
 		if r.fed[i] == nil {
@@ -335,10 +330,8 @@ func (t *table) setNumber() uint32 {
 // describeRestriction adds the chains and sets of r, which no verdict leads to yet.
 func (t *table) describeRestriction(c *nftables.Conn, r *restriction) error {
 	var errs []error
-	chain := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.chain()})
-	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
-		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
-	}
+	chain := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.stem})
+	rule := t.ruler(c)
 	refuse := func(i int) []expr.Any {
 		deny := c.AddChain(&nftables.Chain{Table: t.nft, Name: r.refusal(i)})
 		// The counter is of all, for how many were not seen.
@@ -499,9 +492,7 @@ func (t *table) ports(c *nftables.Conn, some []Ports) (matches [][]expr.Any, err
 // restrictedChains adds what all restricted sandboxes share: the ways to the resolver and the proxy, and words for what no
 // rule opens.
 func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain, dropped privateSets) error {
-	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
-		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
-	}
+	rule := t.ruler(c)
 	isRestricted, isProxied := isIn(t.policied), isIn(t.proxied)
 	nat := c.AddChain(&nftables.Chain{Table: t.nft, Name: "to_service", Type: nftables.ChainTypeNAT,
 		Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
@@ -559,8 +550,9 @@ func (t *table) seen(c *nftables.Conn, label string) ([]expr.Any, error) {
 // reject ends chain: whoever waits for an answer learns at once that there will be none.
 func (t *table) reject(c *nftables.Conn, chain *nftables.Chain) {
 	const adminProhibited = 3 // of the codes for both families
-	c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: append(protocol(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST})})
-	c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: adminProhibited}}})
+	rule := t.ruler(c)
+	rule(chain, protocol(unix.IPPROTO_TCP), []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}})
+	rule(chain, []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: adminProhibited}})
 }
 
 // report sends the head of a packet to the group of this root.
@@ -575,28 +567,10 @@ func (t *table) group() uint16 {
 	return binary.BigEndian.Uint16(a[:])
 }
 
-func seldom() []expr.Any {
-	return []expr.Any{&expr.Limit{Type: expr.LimitTypePkts, Rate: 2, Unit: expr.LimitTimeSecond, Burst: 10}}
-}
-
 func egressElement(iface string, r *restriction) []nftables.SetElement {
 	v := &expr.Verdict{Kind: expr.VerdictAccept}
 	if r != nil {
-		v = r.verdict()
+		v = &expr.Verdict{Kind: expr.VerdictGoto, Chain: r.stem}
 	}
 	return []nftables.SetElement{{Key: ifname(iface), VerdictData: v}}
-}
-
-func protocol(p byte) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{p}}}
-}
-
-func portOf() expr.Any {
-	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
-}
-
-func portNumber(p uint16) []byte { return binary.BigEndian.AppendUint16(nil, p) }
-
-func goTo(chain *nftables.Chain) []expr.Any {
-	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain.Name}}
 }

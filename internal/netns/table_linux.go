@@ -120,14 +120,7 @@ func ifname(s string) []byte {
 	return b
 }
 
-// transact sends what describe adds as one transaction: all of it holds afterwards, or nothing.
-func (t *table) transact(describe func(c *nftables.Conn) error) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.locked(describe)
-}
-
-// locked is transact for who holds mu.
+// locked sends what describe adds as one transaction: all of it holds afterwards, or nothing. The caller holds mu.
 func (t *table) locked(describe func(c *nftables.Conn) error) error {
 	return t.connected(func(*nftables.Conn) error {
 		// The library asks for the kernel's word, and for a copy of each rule: as much work again as the rules. One word about
@@ -354,7 +347,7 @@ func (t *table) dropped() privateSets {
 func (t *table) furnish(c *nftables.Conn) error {
 	dropped := t.dropped()
 	err := errors.Join(c.AddSet(t.bound, nil), c.AddSet(t.bound6, nil), c.AddSet(t.egress, nil), c.AddSet(t.policied, nil), c.AddSet(t.proxied, nil),
-		c.AddSet(dropped.v4, intervals(private(true))), c.AddSet(dropped.v6, intervals(private(false))))
+		c.AddSet(dropped.v4, intervals(unreachable(true))), c.AddSet(dropped.v6, intervals(unreachable(false))))
 	for iface, r := range t.restricted {
 		err = errors.Join(err, t.describeRestriction(c, r))
 		for _, set := range t.redirects(r) {
@@ -384,17 +377,18 @@ func (p privateSets) match() [][]expr.Any {
 	return [][]expr.Any{slices.Concat(v4.destination(), lookup(p.v4, true)), slices.Concat(v6.destination(), lookup(p.v6, true))}
 }
 
+// ruler gives what adds a rule to the end of a chain of the table.
+func (t *table) ruler(c *nftables.Conn) func(chain *nftables.Chain, parts ...[]expr.Any) {
+	return func(chain *nftables.Chain, parts ...[]expr.Any) {
+		c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: slices.Concat(parts...)})
+	}
+}
+
 func (t *table) chains(c *nftables.Conn, dropped privateSets) error {
 	chain := func(name string, hook *nftables.ChainHook, priority *nftables.ChainPriority, kind nftables.ChainType) *nftables.Chain {
 		return c.AddChain(&nftables.Chain{Table: t.nft, Name: name, Hooknum: hook, Priority: priority, Type: kind})
 	}
-	rule := func(chain *nftables.Chain, parts ...[]expr.Any) {
-		r := &nftables.Rule{Table: t.nft, Chain: chain}
-		for _, p := range parts {
-			r.Exprs = append(r.Exprs, p...)
-		}
-		c.AddRule(r)
-	}
+	rule := t.ruler(c)
 	// Chains that are jumped to come first: a rule can only name what exists.
 	fromSandbox := chain("from_sandbox", nil, nil, "")
 	outOf := chain("out_of", nil, nil, "")
@@ -534,111 +528,4 @@ func (t *table) remove() error {
 		}
 		return nil
 	})
-}
-
-// intervals turns prefixes of one family, ascending and apart, into the elements of an interval set.
-func intervals(prefixes []netip.Prefix) []nftables.SetElement {
-	var out []nftables.SetElement
-	var end netip.Addr
-	for _, p := range prefixes {
-		if p.Addr() == end { // it goes on where the one before ended
-			out = out[:len(out)-1]
-		} else {
-			out = append(out, nftables.SetElement{Key: p.Addr().AsSlice()})
-		}
-		last := p.Addr().AsSlice()
-		for i := p.Bits(); i < len(last)*8; i++ {
-			last[i/8] |= 1 << (7 - i%8)
-		}
-		a, _ := netip.AddrFromSlice(last)
-		if end = a.Next(); end.IsValid() { // an interval up to the last address has no end
-			out = append(out, nftables.SetElement{Key: end.AsSlice(), IntervalEnd: true})
-		}
-	}
-	return out
-}
-
-// ours matches interfaces whose name begins with our prefix, or (yes false) does not.
-func (t *table) ours(key expr.MetaKey, yes bool) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: key, Register: 1}, &expr.Cmp{Op: op(yes), Register: 1, Data: []byte(t.prefix)}}
-}
-
-// family is where a family of addresses has them in a packet's head: where that of the source begins and that of the
-// destination, and their length, in bytes.
-type family struct {
-	number   byte
-	from, to uint32
-	length   uint32
-}
-
-var (
-	v4 = family{unix.NFPROTO_IPV4, 12, 16, 4}
-	v6 = family{unix.NFPROTO_IPV6, 8, 24, 16}
-)
-
-// is matches the packets of the family: before a look at their addresses stands this.
-func (f family) is() []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{f.number}}}
-}
-
-// destination loads it.
-func (f family) destination() []expr.Any {
-	return append(f.is(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: f.to, Len: f.length})
-}
-
-// inBlock matches an address at offset of a block whose length is in whole bytes; nothing where there is no block.
-func (f family) inBlock(block netip.Prefix, offset uint32) []expr.Any {
-	if !block.IsValid() {
-		return append(f.is(), &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: []byte{f.number}})
-	}
-	bytes := block.Bits() / 8
-	return append(f.is(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: uint32(bytes)},
-		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: block.Addr().AsSlice()[:bytes]})
-}
-
-// isBound matches (interface, address) pairs in the family's set; offset is of the address.
-func (t *table) isBound(key expr.MetaKey, f family, offset uint32) []expr.Any {
-	set := t.bound
-	if f == v6 {
-		set = t.bound6
-	}
-	return append(f.is(), &expr.Meta{Key: key, Register: 1},
-		&expr.Payload{DestRegister: 2, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: f.length},
-		&expr.Lookup{SourceRegister: 1, SetName: set.Name, SetID: set.ID})
-}
-
-// isIn matches packets that came by an interface of a set.
-func isIn(set *nftables.Set) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, lookup(set, true)[0]}
-}
-
-func lookup(s *nftables.Set, yes bool) []expr.Any {
-	return []expr.Any{&expr.Lookup{SourceRegister: 1, SetName: s.Name, SetID: s.ID, Invert: !yes}}
-}
-
-func notLoopback() []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: ifname("lo")}}
-}
-
-func ctState(bits uint32) []expr.Any {
-	return []expr.Any{
-		&expr.Ct{Key: expr.CtKeySTATE, Register: 1},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)},
-		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)},
-	}
-}
-
-func drop() []expr.Any { return append([]expr.Any{&expr.Counter{}}, verdict(expr.VerdictDrop)...) }
-
-func verdict(kind expr.VerdictKind) []expr.Any { return []expr.Any{&expr.Verdict{Kind: kind}} }
-
-func jump(to *nftables.Chain) []expr.Any {
-	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: to.Name}}
-}
-
-func op(yes bool) expr.CmpOp {
-	if yes {
-		return expr.CmpOpEq
-	}
-	return expr.CmpOpNeq
 }

@@ -218,19 +218,12 @@ func TestClosedUntilOpened(t *testing.T) {
 			t.Fatalf("after opening: %v", err)
 		}
 	}
-	transact := func(f func(c *nftables.Conn) error) {
-		t.Helper()
-		if err := n.table.transact(f); err != nil {
-			t.Fatal(err)
-		}
-	}
-
-	transact(func(c *nftables.Conn) error {
+	transact(t, n, func(c *nftables.Conn) error {
 		return c.SetDeleteElements(n.table.egress, []nftables.SetElement{{Key: ifname(e.iface)}})
 	})
 	nothing("bound only", true)
 	reopened()
-	transact(func(c *nftables.Conn) error { return c.SetDeleteElements(n.table.bound, e.boundElement()) })
+	transact(t, n, func(c *nftables.Conn) error { return c.SetDeleteElements(n.table.bound, e.boundElement()) })
 	nothing("egress only", false)
 	reopened()
 	if err := n.table.shut(e); err != nil {

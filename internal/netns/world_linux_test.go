@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -518,4 +519,14 @@ func macOf(t testing.TB, path, name string) (mac net.HardwareAddr) {
 		return err
 	})
 	return mac
+}
+
+// transact changes the table behind its own bookkeeping.
+func transact(t *testing.T, n *Net, change func(*nftables.Conn) error) {
+	t.Helper()
+	n.table.mu.Lock()
+	defer n.table.mu.Unlock()
+	if err := n.table.locked(change); err != nil {
+		t.Fatal(err)
+	}
 }
