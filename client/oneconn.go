@@ -27,16 +27,18 @@ func (o *oneConn) RoundTrip(req *http.Request) (resp *http.Response, err error) 
 		}
 		o.br = bufio.NewReaderSize(o.conn, 64<<10)
 	}
-	stop := context.AfterFunc(ctx, func() { _ = o.conn.SetDeadline(time.Unix(1, 0)) })
+	conn := o.conn // it may belong to the answer by the time that ctx ends
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer func() {
 		if !stop() && err == nil {
 			err = context.Cause(ctx)
 		}
 		if err != nil {
-			o.close()
+			_ = conn.Close()
+			resp, o.conn = nil, nil
 		}
 	}()
-	if err := req.Write(o.conn); err != nil {
+	if err := req.Write(conn); err != nil {
 		return nil, err
 	}
 	if resp, err = http.ReadResponse(o.br, req); err != nil {

@@ -464,7 +464,7 @@ func (e *Engine) KillExec(ctx context.Context, ref, id, signal string) error {
 	if c.Ended() {
 		return shard.Errorf(shard.CodeExecExited, "command %s has ended", id)
 	}
-	return e.endedMeanwhile(c, session.Call(ctx, guest.OpSignal, guest.SignalArgs{ID: id, Signal: signal}, nil))
+	return endedMeanwhile(c, session.Call(ctx, guest.OpSignal, guest.SignalArgs{ID: id, Signal: signal}, nil))
 }
 
 // ResizeExec sets the size of a command's terminal.
@@ -477,7 +477,7 @@ func (e *Engine) ResizeExec(ctx context.Context, ref, id string, size shard.Size
 		return shard.Errorf(shard.CodeNotFound, "command %s has no terminal, or has ended", id)
 	}
 	err = session.Call(ctx, guest.OpResize, guest.ResizeArgs{ID: id, Rows: size.Rows, Cols: size.Cols}, nil)
-	if err = e.endedMeanwhile(c, err); shard.CodeOf(err) == shard.CodeExecExited {
+	if err = endedMeanwhile(c, err); shard.CodeOf(err) == shard.CodeExecExited {
 		return notFound("command", id)
 	}
 	return err
@@ -493,9 +493,9 @@ func (e *Engine) attended(ctx context.Context, ref, id string) (*Command, *guest
 }
 
 // endedMeanwhile turns the agent's refusal into exec_exited when the command has just ended.
-func (e *Engine) endedMeanwhile(c *Command, err error) error {
+func endedMeanwhile(c *Command, err error) error {
 	if err == nil || (!c.Ended() && shard.CodeOf(err) != shard.CodeNotFound) {
-		return err
+		return c.sb.explain(err)
 	}
 	return shard.Errorf(shard.CodeExecExited, "command %s has ended", c.rec.ID)
 }

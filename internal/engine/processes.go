@@ -43,7 +43,7 @@ func (e *Engine) Run(ctx context.Context, ref string, req shard.RunRequest) (*sh
 	}
 	defer release()
 	if err := sb.followStates(session); err != nil {
-		return nil, err
+		return nil, sb.explain(err)
 	}
 	launch, cancel := context.WithTimeout(ctx, execTime)
 	defer cancel()

@@ -34,7 +34,7 @@ func (e *Engine) Watch(ctx context.Context, ref, path string, recursive bool) (*
 	f.live = sb.live
 	sb.mu.Unlock()
 	if err := f.open(); err != nil {
-		return nil, err
+		return nil, sb.explain(err)
 	}
 	return f, nil
 }
