@@ -41,8 +41,7 @@ const (
 	// endTime bounds the wait for requests that were under way when the proxy ended.
 	endTime = 5 * time.Second
 	// maxHead bounds the head of a request, in bytes; maxAnswerHead that of an answer.
-	maxHead       = 64 << 10
-	maxAnswerHead = 256 << 10
+	maxHead, maxAnswerHead = 64 << 10, 64 << 10
 )
 
 // Recorder is the decision log. A request that it does not take is refused.
@@ -210,17 +209,25 @@ func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
 		_ = conn.Close() // a program of this host
 		return nil
 	}
-	g := &guestConn{Conn: conn, client: c, port: port, dest: originalDestination(conn)}
-	added, report := c.add(g, p.maxConns)
+	g := &guestConn{Conn: conn, proxy: p, client: c, port: port, dest: originalDestination(conn)}
+	g.heading.begin()
+	added, ended := c.add(g, p.maxConns)
 	if added {
 		tune(conn)
 		return g
 	}
-	if report {
-		p.note(g, "", refusal{rule: ruleLimit, reason: "the sandbox has too many connections to the proxy"})
+	if !ended {
+		p.limited(g, "the sandbox has too many connections to the proxy")
 	}
 	_ = conn.Close()
 	return nil
+}
+
+// limited writes down that a connection ends because its sandbox has too much under way, once a second.
+func (p *Proxy) limited(g *guestConn, reason string) {
+	if g.client.mayReport() {
+		p.note(g, "", refusal{rule: ruleLimit, reason: reason})
+	}
 }
 
 // client is what the proxy holds of one sandbox.
@@ -232,27 +239,30 @@ type client struct {
 	mu       sync.Mutex // a leaf
 	conns    map[*guestConn]struct{}
 	ended    bool
-	reported time.Time // when a connection too many was last recorded
+	reported time.Time // when limited was last recorded
 	held     int       // bytes, of maxHeld
 	upstream int       // connections for requests
 	trunk    *trunk
 }
 
-func (c *client) add(g *guestConn, most int) (added, report bool) {
+func (c *client) add(g *guestConn, most int) (added, ended bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ended {
-		return false, false
-	}
-	if len(c.conns) >= most {
-		report = time.Since(c.reported) > time.Second
-		if report {
-			c.reported = time.Now()
-		}
-		return false, report
+	if c.ended || len(c.conns) >= most {
+		return false, c.ended
 	}
 	c.conns[g] = struct{}{}
 	return true, false
+}
+
+func (c *client) mayReport() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if time.Since(c.reported) < time.Second {
+		return false
+	}
+	c.reported = time.Now()
+	return true
 }
 
 func (c *client) remove(g *guestConn) {
@@ -304,13 +314,15 @@ func (c *client) release(n int) {
 // guestConn is a connection of a sandbox.
 type guestConn struct {
 	net.Conn
+	proxy  *Proxy
 	client *client
 	port   uint16 // 80 or 443
 	// dest is where the sandbox sent it: its claim, to be judged as one.
 	dest netip.Addr
 	// seen is what was read of it already.
-	seen []byte
-	once sync.Once
+	seen    []byte
+	once    sync.Once
+	heading heading
 }
 
 func (g *guestConn) Read(b []byte) (int, error) {
@@ -319,7 +331,13 @@ func (g *guestConn) Read(b []byte) (int, error) {
 		g.seen = g.seen[n:]
 		return n, nil
 	}
-	return g.Conn.Read(b)
+	n, err := g.Conn.Read(b)
+	if !g.heading.read(g.client, n) {
+		g.proxy.limited(g, errHeld.Error())
+		// Of this kind net/http closes the connection without a word: there is no request yet that one could be about.
+		return 0, &net.OpError{Op: "read", Net: "tcp", Err: errHeld}
+	}
+	return n, err
 }
 
 // CloseWrite lets net/http end a connection without a reset while the other side still sends, so that it can read why.
@@ -334,6 +352,7 @@ func (g *guestConn) Close() error {
 	err := net.ErrClosed
 	g.once.Do(func() {
 		g.client.remove(g)
+		g.heading.end(g.client, false)
 		err = g.Conn.Close()
 	})
 	return err

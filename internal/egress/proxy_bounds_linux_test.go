@@ -48,7 +48,9 @@ func TestRefusalsThatNobodyTakes(t *testing.T) {
 		if err := f.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: 0}); err != nil {
 			t.Fatal(err)
 		}
+		begun := make(chan struct{}, streams)
 		go func() {
+			defer close(begun)
 			for left := streams; left > 0; {
 				frame, err := f.ReadFrame()
 				if err != nil {
@@ -57,6 +59,7 @@ func TestRefusalsThatNobodyTakes(t *testing.T) {
 				}
 				switch frame := frame.(type) {
 				case *http2.MetaHeadersFrame:
+					begun <- struct{}{}
 					statuses <- frame.PseudoValue("status")
 					if frame.StreamEnded() {
 						left--
@@ -74,7 +77,14 @@ func TestRefusalsThatNobodyTakes(t *testing.T) {
 		for i := range streams {
 			var head bytes.Buffer
 			enc := hpack.NewEncoder(&head)
-			for _, h := range [][2]string{{":method", "GET"}, {":scheme", "http"}, {":authority", "evil.test"}, {":path", "/"}, {"x", large}} {
+			x := large
+			switch i { // before its first request a connection without room is closed
+			case 0:
+				x = ""
+			case 1:
+				<-begun
+			}
+			for _, h := range [][2]string{{":method", "GET"}, {":scheme", "http"}, {":authority", "evil.test"}, {":path", "/"}, {"x", x}} {
 				_ = enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1], Sensitive: true})
 			}
 			id, first := uint32(2*i+1), true

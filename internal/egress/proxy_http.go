@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"net/http/httputil"
 	"strconv"
 	"strings"
@@ -76,6 +77,14 @@ func (p *Proxy) server(port uint16) *http.Server {
 		// nothing is found by the kernel (tune).
 		IdleTimeout:    idleTime,
 		MaxHeaderBytes: maxHead,
+		ConnState: func(c net.Conn, state http.ConnState) {
+			if t, ok := c.(*tls.Conn); ok {
+				c = t.NetConn()
+			}
+			if state == http.StateIdle { // what comes next is a head again
+				c.(*guestConn).heading.begin()
+			}
+		},
 		// Each connection keeps a buffer for the largest frame that came, which by itself may be of 1 MiB.
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: 128, MaxReceiveBufferPerStream: streamWindow,
 			MaxReceiveBufferPerConnection: 4 * streamWindow, MaxReadFrameSize: 16 << 10},
@@ -93,10 +102,11 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 	// Before any answer: one that an HTTP/2 client does not take keeps the request in memory.
 	x := &exchange{guest: g}
 	defer func() { g.client.release(x.held) }()
-	share := copyBuffer
+	share := copyBuffer + headSize(r.Header, len(r.RequestURI), len(r.Host))
 	if r.ProtoMajor == 2 {
-		share += streamWindow + headSize(r)
+		share += streamWindow
 	}
+	g.heading.end(g.client, r.ProtoMajor == 2)
 	held := x.hold(share)
 	host, dest, ok := target(r.Host, port)
 	label := host
@@ -162,18 +172,6 @@ func (p *Proxy) deny(w http.ResponseWriter, g *guestConn, host string, r refusal
 	answer(w, r, host, g.port)
 }
 
-// headSize is about what the head of a request takes in memory, in bytes.
-func headSize(r *http.Request) int {
-	const each = 32 // as HTTP/2 counts a field beside its bytes
-	n := len(r.RequestURI) + len(r.Host)
-	for name, values := range r.Header {
-		for _, v := range values {
-			n += len(name) + len(v) + each
-		}
-	}
-	return n
-}
-
 // answer is a refusal as programs read it. It has left when answer returns, or will not: until then it is of the sandbox's share.
 func answer(w http.ResponseWriter, r refusal, host string, port uint16) {
 	body, err := json.Marshal(struct {
@@ -210,10 +208,12 @@ func (p *Proxy) forwarder() http.Handler {
 		Rewrite:       rewrite,
 		ModifyResponse: func(resp *http.Response) error {
 			x := resp.Request.Context().Value(exchangeKey{}).(*exchange)
+			share := headSize(resp.Header)
 			if resp.ProtoMajor == 2 {
-				if err := x.hold(answerWindow); err != nil {
-					return err
-				}
+				share += answerWindow
+			}
+			if err := x.hold(share); err != nil {
+				return err
 			}
 			if x.guest.port == 443 {
 				resp.Header.Del("Alt-Svc") // it would lead around the proxy, without the values
@@ -271,8 +271,8 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	if len(x.carried) > 0 {
 		r = p.early(r, x.carried)
 	}
-	tr := x.trunk.https
-	if r.URL.Scheme == "http" && r.ProtoMajor == 2 {
+	tr, http2 := x.trunk.https, r.URL.Scheme == "http" && r.ProtoMajor == 2
+	if http2 {
 		tr = x.trunk.h2c
 	}
 	if x.route.claimed {
@@ -280,7 +280,24 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 		tr = tr.Clone()
 		tr.DisableKeepAlives = true
 	}
-	return tr.RoundTrip(r)
+	var conn *hostConn
+	defer func() {
+		if conn != nil {
+			conn.heading.end(conn.client, http2)
+		}
+	}()
+	return tr.RoundTrip(r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
+		GotConn: func(got httptrace.GotConnInfo) {
+			one := got.Conn
+			if t, ok := one.(*tls.Conn); ok {
+				http2 = t.ConnectionState().NegotiatedProtocol == "h2"
+				one = t.NetConn()
+			}
+			if conn, _ = one.(*hostConn); conn != nil {
+				conn.heading.begin()
+			}
+		},
+	})))
 }
 
 // trunk is the proxy's side towards hosts for one sandbox under one policy: no connection outlives the policy under which
@@ -365,18 +382,6 @@ func (c *client) give() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.upstream--
-}
-
-// hostConn is a connection to a host that counts.
-type hostConn struct {
-	net.Conn
-	client *client
-	once   sync.Once
-}
-
-func (h *hostConn) Close() error {
-	h.once.Do(h.client.give)
-	return h.Conn.Close()
 }
 
 // buffers are those of copying, of one size.

@@ -3,6 +3,7 @@ package egress
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"io"
 	"net"
 	"sync"
@@ -18,12 +19,15 @@ const (
 	alertUnrecognizedName = 112
 )
 
+// recordHandshake is the first byte of a TLS handshake.
+const recordHandshake = 22
+
 // sniffed takes a connection to port 443: apart where something inside must be seen, else through untouched.
 func (p *Proxy) sniffed(g *guestConn) {
 	_ = g.SetDeadline(time.Now().Add(headTime))
-	name, seen, err := sniff(g.Conn)
-	if len(seen) == 0 {
-		_ = g.Close() // a look whether somebody is here
+	name, seen, err := sniff(g)
+	if len(seen) == 0 || errors.Is(err, errHeld) {
+		_ = g.Close() // a look whether somebody is here, or more than there is room for
 		return
 	}
 	g.seen = seen
@@ -34,7 +38,11 @@ func (p *Proxy) sniffed(g *guestConn) {
 		return
 	}
 	if err != nil {
-		p.drop(g, "", alertUnrecognizedName, &refusal{rule: policy.RuleDefault, addr: g.dest, reason: "the connection does not start with a TLS handshake"})
+		reason := "the connection does not start with a TLS handshake"
+		if seen[0] == recordHandshake {
+			reason = "the TLS handshake cannot be read, or names its host (SNI) in a form that TLS forbids, such as with a final dot"
+		}
+		p.drop(g, "", alertUnrecognizedName, &refusal{rule: policy.RuleDefault, addr: g.dest, reason: reason})
 		return
 	}
 	host, err := policy.Host(name)
@@ -91,6 +99,7 @@ func (p *Proxy) through(g *guestConn, host string, way route) {
 	_, err = conn.Write(g.seen)
 	_ = conn.SetWriteDeadline(time.Time{})
 	g.seen = nil
+	g.heading.end(g.client, false)
 	if err != nil {
 		_ = conn.Close()
 		p.drop(g, host, alertInternalError, &refusal{silent: true})

@@ -3,8 +3,10 @@ package egress
 import (
 	"bytes"
 	"crypto/tls"
+	"encoding/binary"
 	"io"
 	"net"
+	"slices"
 	"testing"
 	"testing/iotest"
 )
@@ -37,6 +39,36 @@ func split(record []byte, n int) []byte {
 	return out
 }
 
+// named is a record with a ClientHello for good.test that names another, without a look at what a name may be.
+func named(record []byte, name string) []byte {
+	at := bytes.Index(record, []byte("\x00\x00\x09good.test"))
+	out := slices.Concat(record[:at+1], []byte{byte(len(name) >> 8), byte(len(name))}, []byte(name), record[at+12:])
+	for _, back := range []int{3, 5} { // the list, the extension
+		binary.BigEndian.PutUint16(out[at+1-back:], binary.BigEndian.Uint16(out[at+1-back:])+uint16(len(name)-9))
+	}
+	return resized(out)
+}
+
+// lengthened is a record with a ClientHello that is made n bytes long, by padding (RFC 7685); the record itself may be too long.
+func lengthened(record []byte, n int) []byte {
+	more := n - (len(record) - 5)
+	padding := binary.BigEndian.AppendUint16([]byte{0, 21}, uint16(more-4))
+	return resized(slices.Concat(record, padding, make([]byte, more-4)))
+}
+
+// resized puts right the lengths of a record, its ClientHello and the extensions in it.
+func resized(record []byte) []byte {
+	binary.BigEndian.PutUint16(record[3:], uint16(len(record)-5))
+	size := len(record) - 9
+	record[6], record[7], record[8] = byte(size>>16), byte(size>>8), byte(size)
+	at := 9 + 2 + 32
+	at += 1 + int(record[at])
+	at += 2 + int(binary.BigEndian.Uint16(record[at:]))
+	at += 1 + int(record[at])
+	binary.BigEndian.PutUint16(record[at:], uint16(len(record)-at-2))
+	return record
+}
+
 func TestSniff(t *testing.T) {
 	whole := hello(t, &tls.Config{ServerName: "good.test", NextProtos: []string{"h2"}})
 	for name, data := range map[string][]byte{"whole": whole, "in records of 7 bytes": split(whole, 7), "with more behind": append(bytes.Clone(whole), "more"...)} {
@@ -50,6 +82,25 @@ func TestSniff(t *testing.T) {
 	}
 	if host, _, err := sniff(bytes.NewReader(hello(t, &tls.Config{InsecureSkipVerify: true}))); err != nil || host != "" {
 		t.Errorf("no name: %q %v", host, err)
+	}
+	for name, want := range map[string]string{"GOOD.Test": "GOOD.Test", "192.0.2.1": "192.0.2.1", "good.test.": "!", "": "!", "a.test\x00b": "a.test\x00b"} {
+		host, _, err := sniff(bytes.NewReader(named(whole, name))) // as no honest client writes it
+		if err != nil {
+			host = "!"
+		}
+		if host != want {
+			t.Errorf("a name of %q: %q %v", name, host, err)
+		}
+	}
+	// As long as TLS lets one be, and in records that make it longer.
+	long := lengthened(whole, 64<<10)
+	for name, data := range map[string][]byte{"of 64 KiB": split(long, 16<<10), "of 64 KiB, in pieces": split(long, 100)} {
+		if host, seen, err := sniff(iotest.HalfReader(bytes.NewReader(data))); err != nil || host != "good.test" || len(seen) != len(data) {
+			t.Errorf("%s: %q, %d of %d bytes, %v", name, host, len(seen), len(data), err)
+		}
+	}
+	if _, _, err := sniff(bytes.NewReader(split(lengthened(whole, 64<<10+8), 16<<10))); err == nil {
+		t.Error("longer than TLS lets one be: it is read")
 	}
 	if _, seen, err := sniff(bytes.NewReader([]byte("GET / HTTP/1.1\r\n\r\n"))); err == nil || len(seen) == 0 {
 		t.Errorf("plain HTTP: %v", err)

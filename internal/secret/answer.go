@@ -27,6 +27,7 @@ type Watch struct {
 	nodes   []node
 	rows    [][256]uint16 // of the first nodes, none of which ends a pattern
 	put     []string      // by pattern
+	lower   []string      // all patterns, for where the case of letters is lost
 	deepest int32
 }
 
@@ -54,6 +55,7 @@ func Watched(secrets []Secret) *Watch {
 			if !seen[f.find] {
 				seen[f.find] = true
 				w.add(f)
+				w.lower = append(w.lower, strings.ToLower(f.find))
 			}
 		}
 	}

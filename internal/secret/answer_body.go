@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/andybalholm/brotli"
@@ -21,11 +22,10 @@ var ErrUnwatchable = errors.New("the answer cannot be watched for the value that
 const (
 	// piece is how much is read of an answer at once, in bytes.
 	piece = 32 << 10
-	// What decoders take, in bytes: the window that the coding has or that the stream asks for, and the rest.
+	// What decoders take, in bytes: the window that the coding has or that the stream asks for (of brotli 16 MiB at most), and
+	// the rest.
 	deflateMemory = 64 << 10
 	codecMemory   = 1 << 20
-	// maxZstdWindow is the bound of RFC 9659; a brotli stream asks for 16 MiB at most.
-	maxZstdWindow = 8 << 20
 )
 
 // Header is Watch.String for headers or trailers, in place. One whose name holds a value is dropped.
@@ -46,12 +46,8 @@ func (w *Watch) names(name string) bool {
 	if len(name) < leastWatched {
 		return false
 	}
-	for i := range w.secrets {
-		if v := watchable(w.secrets[i]); v != "" && strings.Contains(strings.ToLower(name), strings.ToLower(v)) {
-			return true
-		}
-	}
-	return false
+	name = strings.ToLower(name)
+	return slices.ContainsFunc(w.lower, func(form string) bool { return strings.Contains(name, form) })
 }
 
 // Coding reads the values of Content-Encoding: "" for none, or the one coding that can be undone. Any other is ErrUnwatchable.
@@ -154,10 +150,7 @@ func (d *decoded) open() error {
 			memory = codecMemory + brotliWindow(first[0])
 		}
 	case "zstd":
-		var window int
-		if window, err = zstdWindow(d.src); err == nil {
-			memory = codecMemory + 2*window
-		}
+		memory = codecMemory
 	}
 	if err == nil {
 		err = d.hold(memory)
@@ -180,7 +173,7 @@ func (d *decoded) open() error {
 		d.dec = brotli.NewReader(d.src)
 	case "zstd":
 		var z *zstd.Decoder
-		if z, err = zstd.NewReader(d.src, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxZstdWindow)); err == nil {
+		if z, err = zstd.NewReader(&zstdFrames{src: d.src, hold: d.hold}, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxZstdWindow)); err == nil {
 			d.dec = z
 		}
 	}
@@ -198,32 +191,4 @@ func brotliWindow(b byte) int {
 		return 1 << 17
 	}
 	return 1 << (8 + b>>4&7)
-}
-
-// zstdWindow is the window that a zstd stream asks for (RFC 8878, 3.1.1.1), in bytes. It reads no further than the frame's
-// head, which a host sends at once.
-func zstdWindow(r *bufio.Reader) (int, error) {
-	head, err := r.Peek(6)
-	if err != nil || binary.LittleEndian.Uint32(head) != 0xfd2fb528 {
-		return maxZstdWindow, nil // the decoder will say what is wrong, or skips what a frame may begin with
-	}
-	size := uint64(0)
-	if descriptor := head[4]; descriptor&0x20 == 0 {
-		exponent, mantissa := head[5]>>3, uint64(head[5]&7)
-		size = 1 << (10 + exponent)
-		size += size / 8 * mantissa
-	} else { // one segment: the size of all is that of the window
-		dictionary := []int{0, 1, 2, 4}[descriptor&3]
-		field := []int{1, 2, 4, 8}[descriptor>>6]
-		if head, err = r.Peek(5 + dictionary + field); err != nil {
-			return 0, io.ErrUnexpectedEOF
-		}
-		var b [8]byte
-		copy(b[:], head[5+dictionary:])
-		size = binary.LittleEndian.Uint64(b[:])
-		if field == 2 {
-			size += 256
-		}
-	}
-	return int(min(max(size, 1<<10), maxZstdWindow)), nil
 }

@@ -1,10 +1,13 @@
 package secret
 
 import (
+	"bufio"
 	"bytes"
 	"compress/zlib"
 	"errors"
 	"io"
+	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -161,6 +164,118 @@ func TestWindows(t *testing.T) {
 	if _, err := io.Copy(io.Discard, w.Body(io.NopCloser(&wide), "zstd", noBound)); err == nil {
 		t.Error("a window of 16 MiB was given")
 	}
+}
+
+// TestFramesOfZstd: memory is taken for the window of each frame, not of the first alone, and all frames are one body.
+func TestFramesOfZstd(t *testing.T) {
+	w := Watched([]Secret{one("API", testValue)})
+	frame := func(window, size int, opts ...zstd.EOption) []byte {
+		var b bytes.Buffer
+		enc, err := zstd.NewWriter(&b, append(opts, zstd.WithWindowSize(window), zstd.WithEncoderConcurrency(1))...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := strings.Repeat(testValue+" ", size/len(testValue)+1)
+		_, err = io.WriteString(enc, text[:size/2])
+		err = errors.Join(err, enc.Flush()) // else it becomes a single segment
+		_, more := io.WriteString(enc, text[size/2:size])
+		if err = errors.Join(err, more, enc.Close()); err != nil {
+			t.Fatal(err)
+		}
+		return b.Bytes()
+	}
+	skipped := append([]byte{0x5a, 0x2a, 0x4d, 0x18, 5, 0, 0, 0}, "\x28\xb5\x2f\xfd\xff"...) // which looks like a frame
+	empty := []byte{0x5f, 0x2a, 0x4d, 0x18, 0, 0, 0, 0}
+	whole, err := zstd.NewWriter(nil, zstd.WithSingleSegment(true))
+	if err != nil {
+		t.Fatal(err)
+	}
+	single := whole.EncodeAll(bytes.Repeat([]byte("0"), 300<<10), nil)
+	small, wide := frame(1<<10, 100), frame(8<<20, 100<<10, zstd.WithEncoderCRC(false))
+	run := bytes.Clone(small[:4]) // a frame of one block: a byte, many times
+	run = append(run, 0, 0, 1|1<<1|(100<<3&0xff), 100>>5, 0, 'x')
+	for name, c := range map[string]struct {
+		body   []byte
+		window int // the widest
+		length int
+	}{
+		"one":           {small, 1 << 10, 100},
+		"then a wide":   {slices.Concat(small, wide), 8 << 20, 100 + 100<<10},
+		"a wide first":  {slices.Concat(wide, small, wide), 8 << 20, 100 + 200<<10},
+		"skipped":       {slices.Concat(skipped, small, empty, skipped, wide, skipped), 8 << 20, 100 + 100<<10},
+		"single":        {slices.Concat(small, single), 300 << 10, 100 + 300<<10},
+		"run":           {slices.Concat(run, small), 1 << 10, 200},
+		"only skipped":  {skipped, 0, 0},
+		"all in a heap": {slices.Repeat(slices.Concat(small, single, run), 20), 300 << 10, 20 * (200 + 300<<10)},
+	} {
+		for how, src := range map[string]io.Reader{"whole": bytes.NewReader(c.body), "in bytes": iotest.OneByteReader(bytes.NewReader(c.body))} {
+			held := 0
+			got, err := io.ReadAll(&zstdFrames{src: bufio.NewReader(src), hold: func(n int) error { held += n; return nil }})
+			if err != nil || !bytes.Equal(got, c.body) || held != 2*c.window {
+				t.Errorf("%s, %s: %d of %d bytes, held %d: %v", name, how, len(got), len(c.body), held, err)
+			}
+		}
+		got, err := io.ReadAll(w.Body(io.NopCloser(bytes.NewReader(c.body)), "zstd", noBound))
+		if err != nil || bytes.Contains(got, []byte(testValue)) || len(bytes.ReplaceAll(got, []byte("mock-API"), []byte(testValue))) != c.length {
+			t.Errorf("%s: %d bytes, want %d: %v", name, len(got), c.length, err)
+		}
+	}
+	// The second frame gets nothing where nothing is left.
+	full, left := errors.New("full"), codecMemory+2<<10
+	got, err := io.ReadAll(w.Body(io.NopCloser(bytes.NewReader(slices.Concat(small, wide))), "zstd", func(n int) error {
+		if left -= n; left < 0 {
+			return full
+		}
+		return nil
+	}))
+	if !errors.Is(err, full) || len(got) > 100 {
+		t.Errorf("without memory for the second frame: %d bytes, %v", len(got), err)
+	}
+}
+
+// TestBombs: what is a thousand times as long as it looks goes through in pieces, in no more memory than was taken for it.
+func TestBombs(t *testing.T) {
+	w := Watched([]Secret{one("API", testValue)})
+	const size, slack = 64 << 20, 4 << 20
+	zeros := make([]byte, 1<<20)
+	for name, coder := range coders {
+		var coded bytes.Buffer
+		enc := coder(&coded)
+		for range size / len(zeros) {
+			if _, err := enc.Write(zeros); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := enc.Close(); err != nil {
+			t.Fatal(err)
+		}
+		coding, _, _ := strings.Cut(name, ",")
+		held, n, most := 0, 0, uint64(0)
+		body := w.Body(io.NopCloser(&coded), coding, func(n int) error { held += n; return nil })
+		before := inUse()
+		for p := make([]byte, 32<<10); ; {
+			m, err := body.Read(p)
+			if n += m; err == io.EOF {
+				break
+			} else if err != nil {
+				t.Fatal(err)
+			}
+			if n>>23 != (n-m)>>23 {
+				most = max(most, inUse())
+			}
+		}
+		if n != size || most > before+uint64(held)+slack {
+			t.Errorf("%s: %d bytes, in use %d and then %d, held %d", name, n, before, most, held)
+		}
+	}
+}
+
+// inUse is how much of the heap is in use, in bytes.
+func inUse() uint64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapAlloc
 }
 
 func TestCoding(t *testing.T) {
