@@ -31,6 +31,7 @@ type connection struct {
 	tcp    *net.TCPConn
 	ctx    context.Context // ends when the connection is cut
 	cancel context.CancelFunc
+	free   func() // gives its slots back
 }
 
 // forward begins to serve l; without one it tries again until it has one.
@@ -98,7 +99,11 @@ func (f *forward) run() {
 		l := f.listener
 		f.mu.Unlock()
 		if l != nil {
-			f.accept(l)
+			if c, guestPort := f.accept(l); c != nil {
+				f.wg.Go(f.run) // takes the next: this one is served at once, without waiting for a goroutine to wake
+				f.serve(c, guestPort)
+				return
+			}
 		}
 		f.mu.Lock()
 		taken, closed := f.listener == nil, f.closed
@@ -124,22 +129,22 @@ func (f *forward) run() {
 	}
 }
 
-// accept takes connections until l is closed. One for which there is no slot waits, and those behind it in the kernel's
-// queue.
-func (f *forward) accept(l *net.TCPListener) {
+// accept takes one connection; nil when l is closed. One for which there is no slot waits, and those behind it in the
+// kernel's queue.
+func (f *forward) accept(l *net.TCPListener) (c *connection, guestPort int) {
 	all, own := f.sb.e.ports.all(), f.sb.forwards.connections()
 	wait := time.Duration(0)
 	for {
 		tcp, err := l.AcceptTCP()
 		if errors.Is(err, net.ErrClosed) {
-			return
+			return nil, 0
 		}
 		if err != nil { // out of descriptors, or a connection that went away before it was taken
 			wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 			f.sb.e.Log.Warn("accept a connection", "sandbox", f.sb.id, "err", err)
 			select {
 			case <-f.ctx.Done():
-				return
+				return nil, 0
 			case <-time.After(wait):
 			}
 			continue
@@ -147,24 +152,19 @@ func (f *forward) accept(l *net.TCPListener) {
 		wait = 0
 		if !take(f.ctx, own) {
 			abort(tcp)
-			return
+			return nil, 0
 		}
 		if !take(f.ctx, all) {
 			<-own
 			abort(tcp)
-			return
+			return nil, 0
 		}
 		free := func() { <-all; <-own }
-		c, guestPort := f.admit(l, tcp)
-		if c == nil {
-			free()
-			abort(tcp)
-			continue
+		if c, guestPort = f.admit(l, tcp, free); c != nil {
+			return c, guestPort
 		}
-		f.wg.Go(func() {
-			defer free()
-			f.serve(c, guestPort)
-		})
+		free()
+		abort(tcp)
 	}
 }
 
@@ -184,13 +184,13 @@ func take(ctx context.Context, slots chan struct{}) bool {
 }
 
 // admit enters a connection, unless it came by a listener that was replaced.
-func (f *forward) admit(l *net.TCPListener, tcp *net.TCPConn) (c *connection, guestPort int) {
+func (f *forward) admit(l *net.TCPListener, tcp *net.TCPConn, free func()) (c *connection, guestPort int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed || f.listener != l {
 		return nil, 0
 	}
-	c = &connection{tcp: tcp}
+	c = &connection{tcp: tcp, free: free}
 	c.ctx, c.cancel = context.WithCancel(f.ctx)
 	f.conns[c] = struct{}{}
 	return c, f.want.GuestPort
@@ -203,6 +203,7 @@ func (f *forward) serve(c *connection, guestPort int) {
 		delete(f.conns, c)
 		f.mu.Unlock()
 		c.cancel()
+		c.free()
 	}()
 	if err := f.relay(c, guestPort); err != nil {
 		abort(c.tcp)

@@ -84,17 +84,21 @@ func (st *Stream) Relay(ctx context.Context, conn Duplex) error {
 		_ = conn.SetDeadline(time.Unix(1, 0))
 	}
 	defer context.AfterFunc(ctx, cut)()
-	sent := make(chan error, 1)
-	go func() { sent <- st.sendFrom(raw) }()
-	if err = st.passTo(conn); err == nil {
-		_ = conn.CloseWrite() // fails when the client has gone, of which sendFrom hears
-		err = st.finish()
-	}
-	if err != nil {
-		cut()
-	}
-	_ = conn.SetReadDeadline(time.Unix(1, 0)) // a stream that has ended takes no more
-	if failed := <-sent; err == nil {
+	passed := make(chan error, 1)
+	go func() {
+		err := st.passTo(conn)
+		if err == nil {
+			_ = conn.CloseWrite() // fails when the client has gone, of which sendFrom hears
+			err = st.finish()
+		}
+		if err != nil {
+			cut()
+		}
+		_ = conn.SetReadDeadline(time.Unix(1, 0)) // a stream that has ended takes no more
+		passed <- err
+	}()
+	failed := st.sendFrom(raw) // here, since what the client says first is there by now
+	if err = <-passed; err == nil {
 		err = failed
 	}
 	return err

@@ -13,22 +13,21 @@ import (
 	"github.com/useshards/shard/internal/guest"
 )
 
-// dial connects to a port of 127.0.0.1 and passes bytes both ways until both sides have ended. Whatever breaks off shows as
+// handshake is how long a dial waits, with the agent's processor, for a connection to stand: on a loopback that takes about
+// 100 µs, and to be woken for it as much again.
+const handshake = 200 * time.Microsecond
+
+// dial passes bytes between a port of 127.0.0.1 and the host, both ways until both sides have ended. Whatever breaks off shows as
 // a reset on the other side, so that half a transfer never looks whole. While nothing moves it holds two goroutines and no
 // buffer.
 func dial(r *request) error {
-	var args guest.DialArgs
-	if err := r.Args(&args); err != nil {
+	c := r.dialed
+	if c.f != nil {
+		defer c.f.Close()
+	}
+	if err := c.connected(r); err != nil {
 		return err
 	}
-	if args.Port < 1 || args.Port > shard.MaxPort {
-		return shard.Invalidf("%d is not a port: use 1 to %d", args.Port, shard.MaxPort)
-	}
-	c, err := dialLoopback(r, args.Port)
-	if err != nil {
-		return err
-	}
-	defer c.f.Close()
 	defer r.in.shrink(r.s)
 	received := make(chan error, 1)
 	go func() {
@@ -42,7 +41,7 @@ func dial(r *request) error {
 		}
 		received <- err
 	}()
-	err = c.send(r) // what came with the dial goes before the Head: the server is at work while the host is told
+	err := c.send(r) // what came with the dial goes before the Head: the server is at work while the host is told
 	if failed := <-received; failed != nil {
 		err = failed
 	}
@@ -53,61 +52,69 @@ func dial(r *request) error {
 	return nil
 }
 
-// dialed is a connected socket.
+// dialed is a socket that connects or is connected.
 type dialed struct {
-	f   *os.File
-	raw syscall.RawConn
+	port int
+	f    *os.File // nil when it could not begin
+	raw  syscall.RawConn
+	err  error // why
 }
 
-// dialLoopback connects; the end of the request interrupts it, and all that is done with the connection later.
-func dialLoopback(r *request, port int) (*dialed, error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+// beginDial begins to connect. The session's reader calls it before anything else may run: when the handler does, the
+// connection often stands, and what the host sent with the dial is there.
+func beginDial(r *request) *dialed {
+	var args guest.DialArgs
+	c := &dialed{}
+	if c.err = r.Args(&args); c.err != nil {
+		return c
+	}
+	if c.port = args.Port; c.port < 1 || c.port > shard.MaxPort {
+		c.err = shard.Invalidf("%d is not a port: use 1 to %d", c.port, shard.MaxPort)
+		return c
+	}
+	fd, err := connectLoopback(c.port)
 	if err != nil {
-		return nil, os.NewSyscallError("socket", err)
+		c.err = c.explain(err)
+		return c
 	}
-	_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1)
-	err = unix.Connect(fd, &unix.SockaddrInet4{Port: port, Addr: [4]byte{127, 0, 0, 1}})
-	pending := err == unix.EINPROGRESS || err == unix.EINTR
-	if err != nil && !pending {
-		unix.Close(fd)
-		return nil, dialError(port, err)
+	c.f = os.NewFile(uintptr(fd), "connection")
+	c.raw, c.err = c.f.SyscallConn()
+	return c
+}
+
+// connected waits until the connection stands. The end of the request interrupts that, and all that is done with the
+// connection later.
+func (c *dialed) connected(r *request) error {
+	if c.err != nil {
+		return c.err
 	}
-	c := &dialed{f: os.NewFile(uintptr(fd), "connection")}
-	if c.raw, err = c.f.SyscallConn(); err == nil {
-		r.onEnd(c.interrupt)
-	}
-	if err == nil && pending {
-		var failed error
-		err = c.raw.Write(func(fd uintptr) bool {
-			code, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR)
-			switch {
-			case err != nil:
-				failed = err
-			case code != 0:
-				failed = unix.Errno(code)
-			default:
-				if _, err := unix.Getpeername(int(fd)); err == unix.ENOTCONN {
-					return false
-				}
-			}
+	r.onEnd(c.interrupt)
+	wait := handshake
+	var failed error
+	err := c.raw.Write(func(fd uintptr) bool {
+		switch pollWrite(fd, wait) {
+		case 0:
+			wait = 0 // what follows wakes us
+			return false
+		case unix.POLLOUT:
 			return true
-		})
-		if failed != nil {
-			err = failed
 		}
+		if code, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
+			failed = os.NewSyscallError("connect", errors.Join(err, unix.Errno(code)))
+		}
+		return true
+	})
+	if failed != nil {
+		err = failed
 	}
-	if err != nil {
-		c.f.Close()
-		return nil, dialError(port, err)
-	}
-	return c, nil
+	return c.explain(err)
 }
 
-func dialError(port int, err error) error {
+func (c *dialed) explain(err error) error {
 	if errors.Is(err, unix.ECONNREFUSED) {
-		return shard.Errorf(guest.CodeConnectionRefused, "nothing listens on port %d of the sandbox's 127.0.0.1", port)
+		return shard.Errorf(guest.CodeConnectionRefused, "nothing listens on port %d of the sandbox's 127.0.0.1", c.port)
 	}
-	return os.NewSyscallError("connect", err)
+	return err
 }
 
 // interrupt makes everything that waits for the socket fail.
@@ -122,11 +129,11 @@ func (c *dialed) reset() {
 
 // send passes on what the host sends, and its end.
 func (c *dialed) send(r *request) error {
-	for {
+	for first := true; ; first = false {
 		chunk, err := r.in.pop()
 		if err == io.EOF {
 			var failed error
-			if err := c.raw.Control(func(fd uintptr) { failed = unix.Shutdown(int(fd), unix.SHUT_WR) }); err != nil {
+			if err := c.raw.Control(func(fd uintptr) { failed = shutdownWrite(fd) }); err != nil {
 				return err
 			}
 			if failed == unix.ENOTCONN { // reset by the server: receive hears of it
@@ -144,6 +151,9 @@ func (c *dialed) send(r *request) error {
 			return err // what the server still says is passed on
 		}
 		r.in.consumed(n)
+		if first { // before it nothing is under way that could hold it up
+			_ = c.raw.Control(setNoDelay)
+		}
 	}
 }
 
@@ -151,17 +161,14 @@ func (c *dialed) write(p []byte) error {
 	var failed error
 	err := c.raw.Write(func(fd uintptr) bool {
 		for len(p) > 0 {
-			n, err := unix.Write(int(fd), p)
-			switch err {
-			case nil:
-				p = p[n:]
-			case unix.EAGAIN:
+			n, err := writeRaw(fd, p)
+			if err == unix.EAGAIN {
 				return false
-			case unix.EINTR:
-			default:
-				failed = err
+			}
+			if failed = err; err != nil {
 				return true
 			}
+			p = p[n:]
 		}
 		return true
 	})
@@ -173,43 +180,53 @@ func (c *dialed) write(p []byte) error {
 
 // receive passes on what the server sends, and its end.
 func (c *dialed) receive(r *request) error {
-	for {
-		room, err := r.take(guest.MaxData)
-		if err != nil {
-			return err
-		}
-		var buf *[guest.MaxData]byte
-		var n int
-		var failed error
-		err = c.raw.Read(func(fd uintptr) bool {
-			buf = payloads.Get().(*[guest.MaxData]byte)
-			for {
-				if n, failed = unix.Read(int(fd), buf[:room]); failed != unix.EINTR {
-					break
-				}
+	var failed error
+	err := c.raw.Read(func(fd uintptr) bool {
+		for {
+			room, err := r.take(guest.MaxData)
+			if err != nil {
+				failed = err
+				return true
 			}
-			if failed == unix.EAGAIN {
-				payloads.Put(buf)
+			buf := payloads.Get().(*[guest.MaxData]byte)
+			n, state := fill(fd, buf[:room])
+			switch {
+			case n > 0:
+				failed = r.s.c.writeThen(r.s, guest.TypeData, r.id, 0, buf[:n], state == io.EOF)
+			case state == io.EOF:
+				failed = r.s.c.write(r.s, guest.TypeEOF, r.id, 0, nil)
+			}
+			payloads.Put(buf)
+			r.giveBack(room - n)
+			switch {
+			case failed != nil || state == io.EOF:
+				return true
+			case state == unix.EAGAIN:
 				return false
+			case state != nil:
+				failed = state
+				return true
 			}
-			return true
-		})
-		if err == nil {
-			err = failed
 		}
-		if err != nil {
-			return err
-		}
-		if n = max(n, 0); n > 0 {
-			err = r.s.writeData(r.id, 0, buf[:n])
-		}
-		payloads.Put(buf)
-		r.giveBack(room - n)
+	})
+	if failed != nil {
+		err = failed
+	}
+	return err
+}
+
+// fill reads all that is there, as far as there is room in p, and says why it is not more: nil when p is full, else
+// EAGAIN, io.EOF or what is wrong. So an end goes out with the last bytes.
+func fill(fd uintptr, p []byte) (n int, err error) {
+	for n < len(p) {
+		m, err := readRaw(fd, p[n:])
 		switch {
 		case err != nil:
-			return err
-		case n == 0:
-			return r.s.c.write(r.s, guest.TypeEOF, r.id, 0, nil)
+			return n, err
+		case m == 0:
+			return n, io.EOF
 		}
+		n += m
 	}
+	return n, nil
 }

@@ -33,6 +33,8 @@ type request struct {
 	op   string
 	args json.RawMessage
 	gone chan struct{} // closed at Reset and when the session is lost
+	// dialed is the connection of a dial, which was begun before its handler ran.
+	dialed *dialed
 
 	mu     sync.Mutex // guards what follows, up to isGone; taken before an inbox's
 	cond   sync.Cond

@@ -41,7 +41,8 @@ type conn struct {
 	mu     sync.Mutex // held over each frame's write: frames are never mixed
 	cur    *session   // whose frames may be written
 	header [guest.HeaderSize + 1]byte
-	iov    [2][]byte
+	last   [guest.HeaderSize]byte
+	iov    [maxPieces][]byte
 }
 
 // newConn makes a channel of a connected stream socket, which it owns from then on.
@@ -56,7 +57,27 @@ func newConn(fd int) (*conn, error) {
 		f.Close()
 		return nil, err
 	}
-	return &conn{f: f, raw: raw, r: bufio.NewReaderSize(f, readBuffer)}, nil
+	c := &conn{f: f, raw: raw}
+	c.r = bufio.NewReaderSize(c, readBuffer)
+	return c, nil
+}
+
+// Read implements io.Reader.
+func (c *conn) Read(p []byte) (n int, err error) {
+	var failed error
+	err = c.raw.Read(func(fd uintptr) bool {
+		n, failed = readRaw(fd, p)
+		return failed != unix.EAGAIN
+	})
+	switch {
+	case err != nil:
+		return 0, err
+	case failed != nil:
+		return 0, failed
+	case n == 0 && len(p) > 0:
+		return 0, io.EOF
+	}
+	return n, nil
 }
 
 // readHello drops bytes until the host's magic, and returns what follows it.
@@ -82,6 +103,11 @@ func (c *conn) readHello() (token [guest.TokenSize]byte, epoch [guest.EpochSize]
 
 // write sends one frame of s, or fails when s is no longer the channel's session.
 func (c *conn) write(s *session, t guest.Type, stream uint32, channel byte, payload []byte) error {
+	return c.writeThen(s, t, stream, channel, payload, false)
+}
+
+// writeThen is write, and with end the stream's end goes out behind the frame, at once.
+func (c *conn) writeThen(s *session, t guest.Type, stream uint32, channel byte, payload []byte, end bool) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.cur != s {
@@ -95,39 +121,42 @@ func (c *conn) write(s *session, t guest.Type, stream uint32, channel byte, payl
 		n++
 	}
 	guest.Header{Size: n, Type: t, Stream: stream}.Put(head)
-	return c.writev(head, payload)
+	var last []byte
+	if end {
+		last = c.last[:]
+		guest.Header{Type: guest.TypeEOF, Stream: stream}.Put(last)
+	}
+	return c.writev(head, payload, last)
 }
 
-// writev writes both slices. The caller holds mu.
-func (c *conn) writev(head, payload []byte) error {
-	c.iov[0], c.iov[1] = head, payload
+// writev writes the pieces. The caller holds mu.
+func (c *conn) writev(pieces ...[]byte) error {
+	left := c.iov[:copy(c.iov[:], pieces)]
 	var failed error
 	err := c.raw.Write(func(fd uintptr) bool {
-		for len(c.iov[0])+len(c.iov[1]) > 0 {
-			bufs := c.iov[:]
-			if len(bufs[0]) == 0 {
-				bufs = bufs[1:]
+		for {
+			for len(left) > 0 && len(left[0]) == 0 {
+				left = left[1:]
 			}
-			if len(bufs[len(bufs)-1]) == 0 {
-				bufs = bufs[:len(bufs)-1]
+			if len(left) == 0 {
+				return true
 			}
-			n, err := unix.Writev(int(fd), bufs)
+			n, err := writevRaw(fd, left)
 			switch {
 			case err == unix.EAGAIN:
 				return false
-			case err == unix.EINTR:
-				continue
 			case err != nil:
 				failed = err
 				return true
 			}
-			first := min(n, len(c.iov[0]))
-			c.iov[0] = c.iov[0][first:]
-			c.iov[1] = c.iov[1][n-first:]
+			for i := range left {
+				done := min(n, len(left[i]))
+				left[i] = left[i][done:]
+				n -= done
+			}
 		}
-		return true
 	})
-	c.iov[0], c.iov[1] = nil, nil
+	clear(c.iov[:])
 	if failed != nil {
 		err = failed
 	}
@@ -243,17 +272,28 @@ func (s *session) open(id uint32, payload []byte) error {
 	if isDial {
 		r.credit, r.in.room, r.in.window = guest.DialWindow, guest.DialWindow, guest.DialWindow
 	}
+	if err := s.enter(r, isDial); err != nil {
+		return err
+	}
+	if isDial {
+		r.dialed = beginDial(r)
+	}
+	go s.handle(r)
+	return nil
+}
+
+// enter takes a new stream in.
+func (s *session) enter(r *request, isDial bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.lost || id <= s.last || isDial && s.dials >= guest.MaxDials || !isDial && len(s.streams)-s.dials >= maxStreams {
+	if s.lost || r.id <= s.last || isDial && s.dials >= guest.MaxDials || !isDial && len(s.streams)-s.dials >= maxStreams {
 		return errProtocol
 	}
-	s.last = id
-	s.streams[id] = r
+	s.last = r.id
+	s.streams[r.id] = r
 	if isDial {
 		s.dials++
 	}
-	go s.handle(r)
 	return nil
 }
 
