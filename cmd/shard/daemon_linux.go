@@ -17,7 +17,7 @@ import (
 func init() {
 	runDaemon = func(ctx context.Context, o cli.DaemonOptions) error {
 		if os.Geteuid() != 0 {
-			return errors.New("the daemon needs root: run sudo shard daemon")
+			return errors.New("the daemon needs root: run " + cli.SudoCommand(o.Root, "daemon"))
 		}
 		ctx, stop := signal.NotifyContext(ctx, syscall.SIGINT, syscall.SIGTERM)
 		defer stop()

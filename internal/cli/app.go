@@ -4,6 +4,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"io/fs"
 	"os"
 	"os/signal"
+	"regexp"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -74,12 +76,12 @@ const (
 	exitInterrupted = 130
 )
 
-// usageError is a command line that makes no sense; it ends with a hint at the help.
-type usageError struct{ msg string }
+// usageError is a command line that makes no sense; it ends with a hint at the help: the command's own unless see names another.
+type usageError struct{ msg, see string }
 
 func (e *usageError) Error() string { return e.msg }
 
-func usagef(format string, args ...any) error { return &usageError{fmt.Sprintf(format, args...)} }
+func usagef(format string, args ...any) error { return &usageError{msg: fmt.Sprintf(format, args...)} }
 
 // exitError ends the program with a code; a nil err prints nothing.
 type exitError struct {
@@ -106,6 +108,10 @@ func (a *App) Main(ctx context.Context, args []string) int {
 	root := a.rootCommand()
 	root.SetArgs(append([]string{}, args...)) // never nil, which cobra takes for os.Args
 	cmd, err := root.ExecuteContextC(ctx)
+	if errors.Is(err, pflag.ErrHelp) { // before the name of a command, where cobra has no answer to it
+		help(a.Out, named(root, args))
+		return 0
+	}
 	return a.report(cmd, err)
 }
 
@@ -117,7 +123,10 @@ func (a *App) untilSignal(parent context.Context) (context.Context, func()) {
 	done := make(chan struct{})
 	go func() {
 		select {
-		case <-signals:
+		case sig := <-signals:
+			if sig == syscall.SIGINT && isTerminal(a.Err) && a.restore.Load() == nil {
+				fmt.Fprintln(a.Err) // behind the ^C that the terminal shows
+			}
 			cancel(errInterrupted)
 		case <-done:
 			return
@@ -174,20 +183,25 @@ func (f *failures) Unwrap() []error { return f.errs }
 // explain turns an error into the words for it.
 func (a *App) explain(cmd *cobra.Command, err error) string {
 	if msg, ok := flagMessage(cmd, err); ok {
-		err = &usageError{msg}
+		err = &usageError{msg: msg}
 	}
 	if e, ok := errors.AsType[*usageError](err); ok {
-		path := "shard"
-		if cmd != nil {
-			path = cmd.CommandPath()
+		see := e.see
+		if see == "" && cmd != nil {
+			see = cmd.CommandPath()
 		}
-		return fmt.Sprintf("%s (see %s --help)", e.msg, path)
+		return fmt.Sprintf("%s (see %s --help)", e.msg, cmp.Or(see, "shard"))
 	}
 	if e, ok := errors.AsType[*client.DialError](err); ok {
 		return a.unreachable(e)
 	}
-	if e, ok := errors.AsType[*shard.Error](err); ok && len(e.Holders) > 0 && !strings.Contains(err.Error(), e.Holders[0]) {
-		return fmt.Sprintf("%s (in use by %s)", inOptions(err.Error()), strings.Join(e.Holders, ", "))
+	if e, ok := errors.AsType[*shard.Error](err); ok {
+		switch {
+		case len(e.Holders) > 0:
+			return fmt.Sprintf("%s (in use by %s)", inOptions(err.Error()), strings.Join(e.Holders, ", "))
+		case e.Code == shard.CodeUnauthorized && a.target != nil && a.target.keyFrom != "":
+			return fmt.Sprintf("%s: %s (from %s): mint another on that host with shard tokens mint", a.target.url, e.Message, a.target.keyFrom)
+		}
 	}
 	return inOptions(err.Error())
 }
@@ -197,25 +211,64 @@ func inOptions(text string) string { return fieldsAsOptions.Replace(text) }
 
 var fieldsAsOptions = strings.NewReplacer("remove it with force", "remove it with --force", "make it, or ask for parents", "make it first",
 	"memory_mib", "--memory", "disk_mib", "--disk", "swap_mib", "--swap", "vcpus must", "--vcpus must", "on_misuse", "--on-misuse",
-	"host_port", "host port", "guest_port", "guest port")
+	"host_port", "host port", "guest_port", "guest port", "destinations is empty: name the hosts that the value may be sent to",
+	"--dest is missing: name the hosts that the value may be sent to")
 
 // unreachable says why there is no daemon to talk to, and what to do.
 func (a *App) unreachable(e *client.DialError) string {
 	if a.target != nil {
 		return a.unreachableRemote(e)
 	}
-	command := "`sudo shard daemon` or `sudo systemctl start shard`"
-	if a.root != DefaultRoot {
-		command = "`sudo shard --root " + a.root + " daemon`"
-	}
 	switch {
 	case errors.Is(e.Err, fs.ErrNotExist), errors.Is(e.Err, syscall.ECONNREFUSED):
-		return fmt.Sprintf("the daemon is not running (no answer at %s): start it with %s", e.Address, command)
+		return fmt.Sprintf("the daemon is not running (no answer at %s): %s", e.Address, a.howToStart())
 	case errors.Is(e.Err, fs.ErrPermission):
 		return fmt.Sprintf("no permission to talk to the daemon at %s: use sudo, or become a member of the group shard", e.Address)
 	}
 	return e.Error()
 }
+
+// serviceUnit is where setup and `make install` put the daemon's unit.
+const serviceUnit = "/etc/systemd/system/shard.service"
+
+// howToStart says how the daemon of this root is started on this host.
+func (a *App) howToStart() string {
+	by := "`" + SudoCommand(a.root, "daemon") + "`"
+	if a.root != DefaultRoot {
+		return "start it with " + by
+	}
+	if _, err := os.Stat(serviceUnit); err == nil {
+		return "start it with `sudo systemctl start shard`"
+	}
+	return "start it with " + by + ", or have it started for good with `sudo shard setup`"
+}
+
+// SudoCommand is a command for root to type, on the same root.
+func SudoCommand(root, command string) string {
+	if root != DefaultRoot {
+		command = "--root " + root + " " + command
+	}
+	return "sudo shard " + command
+}
+
+// variable is what may stand alone where KEY=VALUE is meant.
+var variable = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+
+// checkEnv is shard.CheckEnv in the words of the command line. A value is never quoted.
+func checkEnv(env []string) error {
+	for _, kv := range env {
+		if variable.MatchString(kv) {
+			return usagef("--env %s has no value: write --env %s=VALUE", kv, kv)
+		}
+	}
+	if err := shard.CheckEnv(env); err != nil {
+		return usagef("--env: %s", strings.TrimPrefix(err.Error(), "env "))
+	}
+	return nil
+}
+
+// forms are how values of an option's type are written, where the parser's own words would be those of a programmer.
+var forms = map[string]string{"duration": "write a number and a unit, such as 90s, 30m or 24h", "int": "write a whole number", "bool": "write true or false"}
 
 // flagMessage rewords the errors of the flag parser.
 func flagMessage(cmd *cobra.Command, err error) (string, bool) {
@@ -234,7 +287,11 @@ func flagMessage(cmd *cobra.Command, err error) (string, bool) {
 		return fmt.Sprintf("option %s needs a value", optionName(e.GetFlag())), true
 	}
 	if e, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
-		return fmt.Sprintf("option %s: %s is not valid: %v", optionName(e.GetFlag()), shard.Quote(e.GetValue()), e.Unwrap()), true
+		value, why := shard.Quote(e.GetValue()), fmt.Sprint(e.Unwrap())
+		if f := e.GetFlag(); f != nil && forms[f.Value.Type()] != "" {
+			why = forms[f.Value.Type()]
+		}
+		return fmt.Sprintf("option %s: %s is not valid: %s", optionName(e.GetFlag()), value, strings.TrimPrefix(why, value+": ")), true
 	}
 	if e, ok := errors.AsType[*pflag.InvalidSyntaxError](err); ok {
 		return fmt.Sprintf("%s is not an option", shard.Quote(e.GetSpecifiedFlag())), true

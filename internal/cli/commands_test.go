@@ -21,6 +21,23 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
+// TestHelpOf: help is of the command that is named, on whichever side of --help, and of none that there is not.
+func TestHelpOf(t *testing.T) {
+	for _, args := range []string{"image list --help", "image --help list", "--help image ls", "help image list", "help image ls"} {
+		got := runApp(t, newApp(strings.NewReader(""), nil, nil), strings.Fields(args)...)
+		if got.code != 0 || got.errs != "" || !strings.HasPrefix(got.out, "List the images on this host.") {
+			t.Errorf("%s: %+v", args, got)
+		}
+	}
+	// Every command that is not hidden is in a group of the list, or nobody would find it.
+	got := runApp(t, newApp(strings.NewReader(""), nil, nil), "--help")
+	for _, c := range []string{"create", "exec", "port", "image", "setup", "completion"} {
+		if !strings.Contains(got.out, "\n  "+c+" ") {
+			t.Errorf("the list of commands lacks %s: %s", c, got.out)
+		}
+	}
+}
+
 // golden compares text with testdata/NAME.
 func golden(t *testing.T, name, text string) {
 	t.Helper()
@@ -67,8 +84,14 @@ func TestUsage(t *testing.T) {
 		{"create --memory -1MiB a", "option --memory"},
 		{"create --vcpus -1 a", "option --vcpus"},
 		{"create --vcpus 1.5 a", "option --vcpus"},
-		{"create --env A a", "--env: env entry 1 is not KEY=VALUE"},
-		{"create --env =x a", "--env: "},
+		{"create --env A a", "--env A has no value: write --env A=VALUE"},
+		{"create --env =x a", "--env: entry 1 is not KEY=VALUE"},
+		{"help images", `there is no command "images": did you mean image?`},
+		{"help image nothing", `there is no command "image nothing" (see shard image --help)`},
+		{"--root x list", "(see shard --help)"},
+		{"cp - box:/x", "- is not a stream here"},
+		{"tokens mint --name x --duration 3", `option --duration: "3" is not valid: write a number and a unit, such as 90s, 30m or 24h`},
+		{"policy create --allow api*.d.com x", `option --allow: "api*.d.com" is not valid: * stands for a whole part`},
 		{"create --port x a", "--port"},
 		{"create --port 0:1 a", "--port"},
 		{"create --port 1:65536 a", "--port"},
@@ -200,13 +223,13 @@ func TestCreate(t *testing.T) {
 	})
 	got := run(t, d, "create", "--name", "web", "--provider", "runc", "--env", "A=1", "--env", "B=2", "--secret", "S", "--policy", "p",
 		"--workdir", "/w", "--user", "1:2", "--memory", "1GiB", "--vcpus", "2", "--disk", "4GB", "--swap", "0", "--port", "8080:80", "--port", "9", "alpine:3.20")
-	want := result{out: "bold-fern-0001\n", errs: `pulling index.docker.io/library/alpine:3.20: 2 layers, 3.5 MB
+	want := result{out: "bold-fern-0001\n", errs: `pulling alpine:3.20: 2 layers, 3.5 MB
 layer sha256:0123456789ab
 layer sha256:ffff456789ab is on the host
 unpacking 2 layers
 unpacked layer 2 of 2
 starting the sandbox
-pulled index.docker.io/library/alpine:3.20\x1b[2J
+pulled alpine:3.20\x1b[2J
 created web (bold-fern-0001)
 `}
 	if diff := cmp.Diff(fmt.Sprintf("%+v", want), fmt.Sprintf("%+v", got)); diff != "" {
@@ -346,7 +369,7 @@ func TestPrune(t *testing.T) {
 	}
 	for answer, removed := range map[string]bool{"y\n": true, "\n": false, "no\n": false} {
 		cmd, tty := onTerminal(t, d, 24, 200, "prune")
-		expect(t, tty, "Remove these 1 and their files? [y/N] ")
+		expect(t, tty, "Remove this sandbox and its files? [y/N] ")
 		if _, err := io.WriteString(tty, answer); err != nil {
 			t.Fatal(err)
 		}

@@ -32,8 +32,9 @@ func (a *App) cpCommand() *cobra.Command {
 		Long: `Copy a file or a directory into a running sandbox, or out of it.
 
 An existing directory as the target, or a target that ends in /, gets the copy inside under its own name; any other
-target becomes the copy. A source directory that ends in /. is copied without itself: only what is in it. A local path
-with a colon begins with ./ or /. Under sudo, what is copied out belongs to the user who called sudo.`,
+target becomes the copy. Directories that are missing in the sandbox are made. A source directory that ends in /. is
+copied without itself: only what is in it. A local path with a colon begins with ./ or /. Under sudo, what is copied out
+belongs to the user who called sudo.`,
 		Example: `  shard cp main.py agent:/tmp/main.py
   shard cp agent:/tmp/out.json .`,
 		Args: arguments(2, 2, "SRC and DST"),
@@ -75,6 +76,8 @@ func (a *App) cp(ctx context.Context, o cpOptions) error {
 		return err
 	}
 	switch {
+	case o.src == "-" || o.dst == "-": // elsewhere that is a stream, so it is not taken for a file
+		return usagef("- is not a stream here: use shard exec [-i] SANDBOX with tar or cat, or write ./- for a file of that name")
 	case src.ref == "" && dst.ref == "":
 		return usagef("neither %s nor %s is in a sandbox: write SANDBOX:PATH for one of them", shard.Quote(o.src), shard.Quote(o.dst))
 	case src.ref != "" && dst.ref != "":
@@ -96,7 +99,7 @@ func (a *App) copyIn(ctx context.Context, src string, dst location, user string)
 	c := a.client()
 	at, err := remoteKind(ctx, c, dst)
 	if err != nil {
-		return fmt.Errorf("look at %s in %s: %w", dst.path, dst.ref, err)
+		return err
 	}
 	place, err := hostfs.Place(source, dst.path, at)
 	if err != nil {
@@ -104,7 +107,7 @@ func (a *App) copyIn(ctx context.Context, src string, dst location, user string)
 	}
 	if place.MakeParent {
 		if err := c.Mkdir(ctx, dst.ref, place.Parent, client.WriteOptions{User: user, Parents: true}); err != nil {
-			return fmt.Errorf("make %s in %s: %w", place.Parent, dst.ref, err)
+			return err
 		}
 	}
 	if source.Kind == hostfs.File {
@@ -231,7 +234,7 @@ func (a *App) copyOut(ctx context.Context, src location, dst string) error {
 	c := a.client()
 	kind, err := remoteKind(ctx, c, src)
 	if err != nil {
-		return fmt.Errorf("look at %s in %s: %w", src.path, src.ref, err)
+		return err
 	}
 	if kind == hostfs.Missing {
 		if _, err := c.Inspect(ctx, src.ref); err != nil {

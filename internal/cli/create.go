@@ -26,7 +26,8 @@ func (a *App) createCommand() *cobra.Command {
 		Long: `Make a sandbox from an image, or from a snapshot, and wait until it runs. Prints its id.
 
 The sandbox runs no program of its own: start some with exec. It stays until it is removed. An image that is not on the
-host is pulled first. Ctrl+C ends only the wait: the daemon goes on, and list shows the sandbox.`,
+host is pulled first. Ctrl+C ends only the wait: the daemon goes on, and list shows the sandbox. One whose image could not be had
+stays in the list as failed, with the reason, until it is removed or another create takes its name.`,
 		Example: `  shard create --name agent --memory 1GiB --vcpus 2 --disk 4GiB python:3.12-slim`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if o.req.Snapshot != "" {
@@ -51,7 +52,7 @@ host is pulled first. Ctrl+C ends only the wait: the daemon goes on, and list sh
 	f.StringArrayVar(&o.req.Env, "env", nil, "variable `KEY=VALUE` for every command; may be repeated")
 	f.StringArrayVar(&o.req.Secrets, "secret", nil, "`NAME` of a secret to grant; may be repeated")
 	f.StringVar(&o.req.Policy, "policy", "", "`NAME` of the network policy")
-	f.StringVar(&o.req.Workdir, "workdir", "", "working `DIR`ectory of every command (default the image's)")
+	f.StringVar(&o.req.Workdir, "workdir", "", "`DIR` in which every command starts (default the image's)")
 	f.StringVar(&o.req.User, "user", "", "`USER` of every command: name or uid, and :group (default the image's)")
 	f.Var(size{&o.memory}, "memory", "memory bound, such as 512MiB (default 512MiB in a VM, else none)")
 	f.Var(count{&o.vcpus}, "vcpus", "CPU bound; 0 is the host's")
@@ -86,8 +87,8 @@ func (c count) Set(s string) error {
 }
 
 func (a *App) create(ctx context.Context, o createOptions) error {
-	if err := shard.CheckEnv(o.req.Env); err != nil {
-		return usagef("--env: %v", err)
+	if err := checkEnv(o.req.Env); err != nil {
+		return err
 	}
 	for _, p := range o.ports {
 		forward, err := parseForward(p)
@@ -99,7 +100,7 @@ func (a *App) create(ctx context.Context, o createOptions) error {
 	if o.memory != nil || o.vcpus != nil || o.disk != nil || o.swap != nil {
 		o.req.Resources = &shard.ResourcesRequest{MemoryMiB: o.memory, VCPUs: o.vcpus, DiskMiB: o.disk, SwapMiB: o.swap}
 	}
-	steps := a.newProgress()
+	steps := a.newProgress("pulling")
 	sb, err := a.client().Create(ctx, o.req, steps.show)
 	steps.close()
 	switch {
@@ -108,11 +109,10 @@ func (a *App) create(ctx context.Context, o createOptions) error {
 	case err != nil:
 		return err
 	case sb.State == shard.StateFailed:
-		again := "shard remove " + sb.ID + " takes the record of it away"
-		if sb.Name != "" {
-			again = "before another create with this name, shard remove " + sb.Name
+		if sb.Name != "" { // the next create of that name takes the record's place
+			return fmt.Errorf("sandbox %s could not be created: %s", sb.Name, dash(sb.FailedReason))
 		}
-		return fmt.Errorf("sandbox %s could not be created: %s (%s)", sb.Ref(), dash(sb.FailedReason), again)
+		return fmt.Errorf("sandbox %s could not be created: %s (shard remove %s takes the record of it away)", sb.ID, dash(sb.FailedReason), sb.ID)
 	}
 	if sb.Name != "" {
 		fmt.Fprintf(a.Err, "created %s (%s)\n", sb.Name, sb.ID)

@@ -36,11 +36,11 @@ Needs root. One daemon per --root.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.Provider, "provider", "", "isolation `PROVIDER` of sandboxes that name none (default the best that works here)")
-	f.DurationVar(&o.PullTimeout, "timeout", 30*time.Minute, "bound of one image pull")
+	f.DurationVar(&o.PullTimeout, "timeout", 30*time.Minute, "`DURATION` that one image pull may take")
 	f.StringArrayVar(&o.Insecure, "insecure-registry", nil, "registry `HOST[:PORT]` to speak to without TLS; may be repeated")
 	f.StringArrayVar(&o.DNS, "dns", nil, "name server `ADDRESS` for sandboxes; may be repeated (default the host's)")
 	f.StringVar(&o.SecretKeyFile, "secret-key-file", "", "`FILE` with the key that encrypts secrets at rest: 64 hexadecimal digits (default none)")
-	f.StringVar(&o.Log, "log", "", "log to the file `PATH` (default stderr)")
+	f.StringVar(&o.Log, "log", "", "file `PATH` to log to (default stderr)")
 	f.Var(size{&storage}, "storage-size", "size of a new storage image, for providers that need one")
 	cmd.AddCommand(a.daemonStatusCommand())
 	return cmd

@@ -81,7 +81,7 @@ func (a *App) checkProviders(ctx context.Context) []hostcheck.Check {
 	defer cancel()
 	providers, err := a.Probe(ctx, a.root)
 	if err != nil || len(providers) == 0 {
-		return []hostcheck.Check{{Name: "providers", Status: hostcheck.Warn, Found: "this user may not look at them", Remedy: "run sudo shard doctor"}}
+		return []hostcheck.Check{{Name: "providers", Status: hostcheck.Warn, Found: "this user may not look at them", Remedy: "run " + SudoCommand(a.root, "doctor")}}
 	}
 	var out []hostcheck.Check
 	for _, p := range providers {

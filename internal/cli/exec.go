@@ -63,7 +63,7 @@ Without -t, Ctrl+C lets go of the command, which runs on, and exits with 130. Wi
 	f.BoolVarP(&o.interactive, "interactive", "i", false, "pass stdin on to the command")
 	f.BoolVarP(&o.tty, "tty", "t", false, "give the command a terminal (needs -i)")
 	f.StringArrayVar(&o.env, "env", nil, "variable `KEY=VALUE` for the command; may be repeated")
-	f.StringVar(&o.workdir, "workdir", "", "working `DIR`ectory (default the sandbox's)")
+	f.StringVar(&o.workdir, "workdir", "", "`DIR` to start in (default the sandbox's)")
 	f.StringVar(&o.user, "user", "", "`USER`: name or uid, and :group (default the sandbox's)")
 	return cmd
 }
@@ -72,8 +72,8 @@ func (a *App) exec(ctx context.Context, o execOptions) error {
 	if o.tty && !o.interactive {
 		return usagef("--tty needs --interactive: write -it")
 	}
-	if err := shard.CheckEnv(o.env); err != nil {
-		return usagef("--env: %v", err)
+	if err := checkEnv(o.env); err != nil {
+		return err
 	}
 	if err := shard.CheckCommand(o.command); err != nil {
 		return usagef("%v", err)

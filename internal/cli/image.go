@@ -93,8 +93,9 @@ func (a *App) imagePruneCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "prune [options]",
 		Short: "Remove the images that nothing uses",
-		Long: `Remove the images that no sandbox and no snapshot was made from. Prints those that are gone. On a terminal it asks first:
-an image that was imported cannot be pulled again.`,
+		Long: `Remove the images that no sandbox and no snapshot was made from. Prints those that are gone.
+
+On a terminal it asks first, since an image that was imported cannot be pulled again. Elsewhere, as in a script, it does not ask.`,
 		Example: `  shard image prune --force`,
 		Args:    arguments(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -115,6 +116,9 @@ func (a *App) imagePrune(ctx context.Context, force bool) error {
 	pruned, err := a.client().PruneImages(ctx)
 	if err != nil {
 		return err
+	}
+	if len(pruned.Removed) == 0 && len(pruned.Warnings) == 0 {
+		fmt.Fprintln(a.Err, "no unused images")
 	}
 	for _, ref := range pruned.Removed {
 		if _, err := fmt.Fprintln(a.Out, printable(ref)); err != nil {

@@ -40,21 +40,21 @@ root file system. Devices, sockets and fifos are left out.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringArrayVar(&o.spec.Env, "env", nil, "variable `KEY=VALUE` of the image; may be repeated")
-	f.StringVar(&o.spec.Workdir, "workdir", "", "working `DIR`ectory of the image")
-	f.StringVar(&o.spec.User, "user", "", "`USER` of the image")
+	f.StringArrayVar(&o.spec.Env, "env", nil, "variable `KEY=VALUE` for every command; may be repeated")
+	f.StringVar(&o.spec.Workdir, "workdir", "", "`DIR` in which commands start")
+	f.StringVar(&o.spec.User, "user", "", "`USER` of commands: name or uid, and :group")
 	return cmd
 }
 
 func (a *App) imageImport(ctx context.Context, o importOptions) error {
-	if err := shard.CheckEnv(o.spec.Env); err != nil {
-		return usagef("--env: %v", err)
+	if err := checkEnv(o.spec.Env); err != nil {
+		return err
 	}
 	source, err := openImport(o.source)
 	if err != nil {
 		return err
 	}
-	steps := a.newProgress()
+	steps := a.newProgress("importing")
 	img, err := a.client().Import(ctx, o.spec, source, steps.show)
 	steps.close()
 	if cerr := source.Close(); cerr != nil && !errors.Is(err, errInterrupted) {

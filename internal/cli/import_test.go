@@ -37,7 +37,7 @@ func serveImport(d *daemon) *received {
 	return got
 }
 
-var imported = result{"index.docker.io/library/x:1\nsha256:1\n", "unpacking 1 layers\n", 0}
+var imported = result{"index.docker.io/library/x:1\nsha256:1\n", "unpacking 1 layer\n", 0}
 
 func TestImportTar(t *testing.T) {
 	d := start(t)

@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/spf13/cobra"
 
@@ -43,7 +44,7 @@ func (a *App) info(ctx context.Context, f format) error {
 		return err
 	}
 	if len(providers) == 0 {
-		return errors.New("this user may not look at the host's providers: run sudo shard info")
+		return fmt.Errorf("this user may not look at the host's providers: run %s", SudoCommand(a.root, "info"))
 	}
 	out := info{Reason: "no provider works on this host", Providers: providers}
 	for _, p := range providers {

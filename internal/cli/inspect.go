@@ -71,7 +71,7 @@ func inspectRows(in *shard.Inspection, now time.Time) [][]string {
 	add("kernel", s.Kernel)
 	add("state", stateCell(s, now))
 	if s.OOM != nil {
-		add("out of memory", fmt.Sprintf("%d times, last %s", s.OOM.Kills, humanTime(s.OOM.KilledAt)))
+		add("out of memory", fmt.Sprintf("%s, last %s", times(s.OOM.Kills), humanTime(s.OOM.KilledAt)))
 	}
 	add("memory", humanMiB(s.Resources.MemoryMiB))
 	if s.Resources.VCPUs == 0 {
@@ -90,7 +90,7 @@ func inspectRows(in *shard.Inspection, now time.Time) [][]string {
 	}
 	add("secrets", strings.Join(s.Secrets, ", "))
 	for _, m := range s.Misuses {
-		add("misuse", fmt.Sprintf("%s %d times, last %s to %s: %s", m.Secret, m.Count, humanTime(m.LastAt), dash(m.Host), m.Reason))
+		add("misuse", fmt.Sprintf("%s %s, last %s to %s: %s", m.Secret, times(m.Count), humanTime(m.LastAt), dash(m.Host), m.Reason))
 	}
 	for _, p := range s.Ports {
 		public := ""
@@ -104,6 +104,14 @@ func inspectRows(in *shard.Inspection, now time.Time) [][]string {
 		add("egress", "the policy is missing from the store: nothing can be reached")
 	}
 	return rows
+}
+
+// times says how often something happened.
+func times[N int | int64](n N) string {
+	if n == 1 {
+		return "once"
+	}
+	return fmt.Sprintf("%d times", n)
 }
 
 // ruleText writes a rule as people do: allow suffix:example.com tcp:443.

@@ -108,7 +108,11 @@ func stateCell(s *shard.Sandbox, now time.Time) string {
 		text += " (" + s.StoppedReason + ")"
 	}
 	if s.State == shard.StateStopped && s.OOM != nil && s.OOM.RestartAt != nil {
-		text += ", starts again in " + humanDuration(s.OOM.RestartAt.Sub(now))
+		if due := s.OOM.RestartAt.Sub(now); due >= time.Second {
+			text += ", starts again in " + humanDuration(due)
+		} else {
+			text += ", starts again now"
+		}
 	}
 	return text
 }

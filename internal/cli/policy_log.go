@@ -24,10 +24,10 @@ func (a *App) policyLogsCommand() *cobra.Command {
 		Use:   "logs [options] SANDBOX",
 		Short: "Show what was decided about a sandbox's traffic",
 		Long: `Show what was decided about a sandbox's traffic: lookups, web requests, and packets that were refused. Of what is refused
-again and again some lines are shown, and the others counted.
+again and again some lines are shown, and the others counted. One JSON object per line; --format table is for people.
 
 With --follow it goes on until the sandbox stops or is removed; Ctrl+C ends it with exit code 130.`,
-		Example: `  shard policy logs --follow web`,
+		Example: `  shard policy logs --follow --format table web`,
 		Args:    arguments(1, 1, "SANDBOX"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			err := a.policyLogs(cmd.Context(), args[0], follow, f)
@@ -39,7 +39,7 @@ With --follow it goes on until the sandbox stops or is removed; Ctrl+C ends it w
 		ValidArgsFunction: a.completeSandboxes(1, anySandbox),
 	}
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what comes")
-	formatFlag(cmd, &f, formatTable)
+	formatFlag(cmd, &f, formatJSON)
 	return cmd
 }
 

@@ -14,6 +14,8 @@ import (
 // progress shows the steps of a pull on stderr: bars on a terminal, one line per step elsewhere.
 type progress struct {
 	err io.Writer
+	// verb is what the bytes of layers come by: pulling or importing.
+	verb string
 	// arrived holds what has come of each layer, in bytes.
 	arrived map[string]int64
 	total   int64
@@ -21,8 +23,8 @@ type progress struct {
 	bar     *mpb.Bar
 }
 
-func (a *App) newProgress() *progress {
-	p := &progress{err: a.Err, arrived: map[string]int64{}}
+func (a *App) newProgress(verb string) *progress {
+	p := &progress{err: a.Err, verb: verb, arrived: map[string]int64{}}
 	if isTerminal(a.Err) {
 		p.bars = mpb.New(mpb.WithOutput(a.Err), mpb.WithWidth(40), mpb.WithAutoRefresh())
 	}
@@ -33,19 +35,19 @@ func (a *App) newProgress() *progress {
 func (p *progress) show(s shard.Progress) {
 	switch s.Status {
 	case "cached":
-		p.line("image %s is on the host", s.Reference)
+		p.line("image %s is on the host", familiar(s.Reference))
 	case "pulling":
 		p.total = s.Bytes
 		if p.bars == nil {
-			p.line("pulling %s: %d layers, %s", s.Reference, s.Layers, humanBytes(s.Bytes))
+			p.line("%s %s: %s, %s", p.verb, familiar(s.Reference), layers(s.Layers), humanBytes(s.Bytes))
 			return
 		}
-		p.next("pulling", s.Bytes, decor.CountersKiloByte("% .1f / % .1f"))
+		p.next(p.verb, s.Bytes, decor.CountersKiloByte("% .1f / % .1f"))
 	case "layer":
 		p.layer(s)
 	case "unpacking":
 		if p.bars == nil {
-			p.line("unpacking %d layers", s.Layers)
+			p.line("unpacking %s", layers(s.Layers))
 			return
 		}
 		p.next("unpacking", int64(s.Layers), decor.CountersNoUnit("%d / %d"))
@@ -58,8 +60,19 @@ func (p *progress) show(s shard.Progress) {
 	case "building":
 		p.line("starting the sandbox")
 	case "pulled":
-		p.line("pulled %s", s.Reference)
+		if p.verb == "pulling" {
+			p.line("pulled %s", familiar(s.Reference))
+		} else {
+			p.line("imported %s", familiar(s.Reference))
+		}
 	}
+}
+
+func layers(n int) string {
+	if n == 1 {
+		return "1 layer"
+	}
+	return fmt.Sprintf("%d layers", n)
 }
 
 func (p *progress) layer(s shard.Progress) {

@@ -61,7 +61,11 @@ func (a *App) prune(ctx context.Context, o pruneOptions) error {
 		if err := a.printTable(sandboxRows(doomed, time.Now())...); err != nil {
 			return err
 		}
-		yes, err := a.ask(ctx, fmt.Sprintf("Remove these %d and their files? [y/N] ", len(ids)))
+		question := "Remove this sandbox and its files? [y/N] "
+		if len(ids) > 1 {
+			question = fmt.Sprintf("Remove these %d sandboxes and their files? [y/N] ", len(ids))
+		}
+		yes, err := a.ask(ctx, question)
 		if err != nil || !yes {
 			return err
 		}
@@ -89,7 +93,6 @@ func (a *App) ask(ctx context.Context, question string) (bool, error) {
 	}()
 	select {
 	case <-ctx.Done():
-		fmt.Fprintln(a.Err)
 		return false, context.Cause(ctx)
 	case r := <-replies:
 		if r.err != nil && !errors.Is(r.err, io.EOF) {

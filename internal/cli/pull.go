@@ -25,7 +25,7 @@ func (a *App) pullCommand() *cobra.Command {
 }
 
 func (a *App) pull(ctx context.Context, ref string) error {
-	steps := a.newProgress()
+	steps := a.newProgress("pulling")
 	img, err := a.client().Pull(ctx, ref, steps.show)
 	steps.close()
 	if errors.Is(err, errInterrupted) {

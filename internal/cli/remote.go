@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
 	"errors"
@@ -28,6 +29,8 @@ type remote struct {
 	// from says where the address was found, for messages.
 	from string
 	key  string
+	// keyFrom says where the key was found.
+	keyFrom string
 	// roots are who may have signed the server's certificate; nil is whom this system trusts.
 	roots *x509.CertPool
 }
@@ -58,7 +61,7 @@ func (a *App) useRemote(cmd *cobra.Command) error {
 			address, from = saved.Remote, "the connection saved in "+path
 		}
 		if address != "" {
-			return fmt.Errorf("shard %s is about the daemon's own host, and %s leads to another: run it there, or give --remote \"\" for this host", name, from)
+			return fmt.Errorf("%s is about the daemon's own host, and %s leads to another: run it there, or give --remote \"\" for this host", name, from)
 		}
 		return nil
 	}
@@ -108,18 +111,18 @@ func (a *App) findRemote(root *cobra.Command) (*remote, error) {
 	if address == "" {
 		return nil, nil
 	}
-	r := &remote{from: from, key: key}
+	r := &remote{from: from, key: key, keyFrom: "SHARD_API_KEY"}
 	if r.url, err = parseRemote(address); err != nil {
 		return nil, fmt.Errorf("%s %w", from, err)
 	}
 	if key == "" && saved.APIKey != "" {
 		// A saved key is for the server that it was saved for, and for no other.
 		if own, err := parseRemote(saved.Remote); err == nil && origin(own) == origin(r.url) {
-			r.key = saved.APIKey
+			r.key, r.keyFrom = saved.APIKey, "the saved connection"
 		}
 	}
 	if r.key == "" {
-		return nil, fmt.Errorf("there is no API key for %s: set SHARD_API_KEY", r.url)
+		return nil, fmt.Errorf("there is no API key for %s: set SHARD_API_KEY to one of that host (shard tokens mint)", r.url)
 	}
 	if file := a.Getenv("SHARD_CA_FILE"); file != "" {
 		if r.url.Scheme == "http" {
@@ -287,7 +290,10 @@ func (a *App) completing(cmd *cobra.Command) context.Context {
 // unreachableRemote says why there is no answer from the remote, and what to do.
 func (a *App) unreachableRemote(e *client.DialError) string {
 	_, unknown := errors.AsType[x509.UnknownAuthorityError](e.Err)
+	_, plain := errors.AsType[tls.RecordHeaderError](e.Err)
 	switch {
+	case plain:
+		return fmt.Sprintf("%s (from %s) does not speak TLS: is it http:// there?", e.Address, a.target.from)
 	case unknown && a.target.roots == nil:
 		return fmt.Sprintf("%s has a certificate of an authority that this host does not know: put that authority's certificate (PEM) into a file and set SHARD_CA_FILE to it", e.Address)
 	case unknown:

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -14,7 +15,7 @@ import (
 // rootCommand builds the whole tree. It does nothing that costs time: no files, no network, no terminal.
 func (a *App) rootCommand() *cobra.Command {
 	root := &cobra.Command{
-		Use:   "shard [--root DIR] COMMAND …",
+		Use:   "shard [GLOBAL OPTIONS] COMMAND …",
 		Short: "Sandboxes for code that agents write",
 		Long:  "Run code that agents write in sandboxes on this host.",
 		Example: `  shard create --name web alpine:3.20
@@ -28,7 +29,7 @@ func (a *App) rootCommand() *cobra.Command {
 		},
 	}
 	f := root.Flags()
-	f.StringVar(&a.root, "root", DefaultRoot, "data `DIR`ectory of the daemon, an absolute path")
+	f.StringVar(&a.root, "root", DefaultRoot, "`DIR` where the daemon keeps its data, an absolute path")
 	f.StringVar(&a.remote, "remote", "", "`URL` of a shard serve to talk to instead of this host's daemon; \"\" is this host's, whatever the environment or a saved connection says")
 	version := f.Bool("version", false, "print the version of this program")
 	root.RunE = func(cmd *cobra.Command, args []string) error {
@@ -38,20 +39,29 @@ func (a *App) rootCommand() *cobra.Command {
 		}
 		return groupRun(cmd, args)
 	}
-	root.AddCommand(
-		a.createCommand(), a.runCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.listCommand(), a.inspectCommand(),
-		a.psCommand(), a.logsCommand(), a.killCommand(),
-		a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand(),
-		a.portCommand(), a.pullCommand(), a.imageCommand(), a.policyCommand(), a.secretCommand(),
-		a.infoCommand(), a.versionCommand(), a.capabilitiesCommand(), a.providersCommand(), a.daemonCommand(),
-		a.serveCommand(), a.tokensCommand(), a.doctorCommand(), a.setupCommand(), completionCommand(),
-	)
+	for _, g := range []struct {
+		title    string
+		commands []*cobra.Command
+	}{
+		{"Sandboxes", []*cobra.Command{a.createCommand(), a.listCommand(), a.inspectCommand(), a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand()}},
+		{"In a sandbox", []*cobra.Command{a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.runCommand(), a.psCommand(), a.logsCommand(), a.killCommand()}},
+		{"Network and keys", []*cobra.Command{a.portCommand(), a.policyCommand(), a.secretCommand()}},
+		{"Images", []*cobra.Command{a.pullCommand(), a.imageCommand()}},
+		{"Host and access", []*cobra.Command{a.setupCommand(), a.doctorCommand(), a.daemonCommand(), a.serveCommand(), a.tokensCommand(),
+			a.providersCommand(), a.capabilitiesCommand(), a.infoCommand(), a.versionCommand(), completionCommand()}},
+	} {
+		root.AddGroup(&cobra.Group{ID: g.title, Title: g.title})
+		for _, c := range g.commands {
+			c.GroupID = g.title
+			root.AddCommand(c)
+		}
+	}
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetOut(a.Out)
 	root.SetErr(a.Err)
 	root.SetIn(a.In)
 	root.SetHelpCommand(helpCommand())
-	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) { help(cmd.OutOrStdout(), cmd) })
+	root.SetHelpFunc(func(cmd *cobra.Command, args []string) { help(cmd.OutOrStdout(), named(cmd, args)) })
 	root.SetUsageFunc(func(cmd *cobra.Command) error { help(cmd.ErrOrStderr(), cmd); return nil })
 	strict(root)
 	return root
@@ -94,7 +104,7 @@ func (a *App) checkGlobals(cmd *cobra.Command) error {
 
 func (a *App) checkRoot() error {
 	if !filepath.IsAbs(a.root) {
-		return usagef("--root %s is not an absolute path", shard.Quote(a.root))
+		return &usageError{msg: fmt.Sprintf("--root %s is not an absolute path", shard.Quote(a.root)), see: "shard"}
 	}
 	a.root = filepath.Clean(a.root)
 	return nil
@@ -113,7 +123,27 @@ func groupRun(cmd *cobra.Command, args []string) error {
 	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
 		msg += fmt.Sprintf(": did you mean %s?", strings.Join(near, " or "))
 	}
-	return &usageError{msg}
+	return &usageError{msg: msg, see: cmd.CommandPath()}
+}
+
+// named is the command that a line means whose --help stands before the command's name: shard image --help list.
+func named(cmd *cobra.Command, args []string) *cobra.Command {
+	if at := slices.IndexFunc(args, func(arg string) bool { return arg == "--help" || arg == "-h" }); at >= 0 {
+		cmd, _ = descend(cmd, args[at+1:])
+	}
+	return cmd
+}
+
+// descend follows the names of commands from cmd on, as far as there are such, and returns the words behind them.
+func descend(cmd *cobra.Command, words []string) (*cobra.Command, []string) {
+	for len(words) > 0 {
+		at := slices.IndexFunc(cmd.Commands(), func(c *cobra.Command) bool { return c.Name() == words[0] || c.HasAlias(words[0]) })
+		if at < 0 {
+			break
+		}
+		cmd, words = cmd.Commands()[at], words[1:]
+	}
+	return cmd, words
 }
 
 // arguments refuses a number of arguments outside from to to (negative: no bound), and options that came too late.
@@ -150,14 +180,24 @@ func helpCommand() *cobra.Command {
 		// Help answers whatever the globals say.
 		PersistentPreRunE: func(*cobra.Command, []string) error { return nil },
 		RunE: func(cmd *cobra.Command, args []string) error {
-			found, rest, err := cmd.Root().Find(args)
-			if err != nil || len(rest) > 0 {
-				return usagef("there is no command %s", shard.Quote(strings.Join(args, " ")))
+			found, rest := descend(cmd.Root(), args)
+			if len(rest) > 0 {
+				return groupRun(found, rest)
 			}
 			found.InitDefaultHelpFlag()
 			help(cmd.OutOrStdout(), found)
 			return nil
 		},
+	}
+}
+
+// listCommands prints what the commands of a group do.
+func listCommands(w io.Writer, cmd *cobra.Command, title, group string) {
+	fmt.Fprintf(w, "\n%s:\n", title)
+	for _, c := range cmd.Commands() {
+		if c.IsAvailableCommand() && c.GroupID == group {
+			fmt.Fprintf(w, "  %-*s  %s\n", c.NamePadding(), c.Name(), c.Short)
+		}
 	}
 }
 
@@ -168,13 +208,11 @@ func help(w io.Writer, cmd *cobra.Command) {
 		text = cmd.Short + "."
 	}
 	fmt.Fprintf(w, "%s\n\nUsage:\n  %s\n", text, cmd.UseLine())
-	if cmd.HasAvailableSubCommands() {
-		fmt.Fprint(w, "\nCommands:\n")
-		for _, c := range cmd.Commands() {
-			if c.IsAvailableCommand() {
-				fmt.Fprintf(w, "  %-*s  %s\n", c.NamePadding(), c.Name(), c.Short)
-			}
-		}
+	for _, g := range cmd.Groups() {
+		listCommands(w, cmd, g.Title, g.ID)
+	}
+	if len(cmd.Groups()) == 0 && cmd.HasAvailableSubCommands() {
+		listCommands(w, cmd, "Commands", "")
 	}
 	if flags := cmd.LocalFlags(); flags.HasAvailableFlags() {
 		title := "Options"

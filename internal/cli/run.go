@@ -66,7 +66,7 @@ anything else failed.`,
 	f := cmd.Flags()
 	f.StringVar(&o.name, "name", "", "`NAME` of the process: up to 32 of a-z 0-9 . _ - (default the program's)")
 	f.StringArrayVarP(&o.env, "env", "e", nil, "variable `KEY=VALUE` for the process; may be repeated")
-	f.StringVarP(&o.workdir, "workdir", "w", "", "working `DIR`ectory (default the sandbox's)")
+	f.StringVarP(&o.workdir, "workdir", "w", "", "`DIR` to start in (default the sandbox's)")
 	f.StringVarP(&o.user, "user", "u", "", "`USER`: name or uid, and :group (default the sandbox's)")
 	f.StringVar(&o.restart, "restart", shard.RestartUnlessStopped, "when to start it again: no, on-failure, always or unless-stopped (`POLICY`)")
 	f.IntVar(&o.retries, "restart-retries", 0, "with on-failure, how many times in a row: `N`, 0 is without end")
@@ -102,8 +102,8 @@ func (a *App) run(ctx context.Context, cmd *cobra.Command, o runOptions) error {
 	if err := shard.CheckRestart(*req.Restart); err != nil {
 		return usagef("%v", err)
 	}
-	if err := shard.CheckEnv(o.env); err != nil {
-		return usagef("--env: %v", err)
+	if err := checkEnv(o.env); err != nil {
+		return err
 	}
 	c := a.client()
 	p, err := c.RunProcess(ctx, o.ref, req)

@@ -57,10 +57,10 @@ for the names one level below it.`,
 		ValidArgsFunction: a.completeSecrets(0),
 	}
 	f := cmd.Flags()
-	f.StringArrayVar(&req.Destinations, "destination", nil, "`HOST` that the value may be sent to; may be repeated; needed the first time")
-	f.StringVar(&req.Placeholder, "placeholder", "", "what the sandbox holds instead of the value (default mock-NAME)")
-	f.StringVar(&req.OnMisuse, "on-misuse", "", "what happens to a sandbox that sends the placeholder elsewhere: none, pause or stop (default none)")
-	f.AddFlag(&pflag.Flag{Name: "dest", Value: f.Lookup("destination").Value, Usage: "the same as --destination", Hidden: true})
+	f.StringArrayVar(&req.Destinations, "dest", nil, "`HOST` that the value may be sent to; may be repeated; needed the first time (also --destination)")
+	f.StringVar(&req.Placeholder, "placeholder", "", "what the sandbox holds instead of the value: `TEXT` of 8 or more letters, digits, _, - and . (default mock-NAME)")
+	f.StringVar(&req.OnMisuse, "on-misuse", "", "`WHAT` happens to a sandbox that sends the placeholder elsewhere: none, pause or stop (default none)")
+	f.AddFlag(&pflag.Flag{Name: "destination", Value: f.Lookup("dest").Value, Usage: "the same as --dest", Hidden: true})
 	_ = cmd.RegisterFlagCompletionFunc("on-misuse", cobra.FixedCompletions([]string{"none", "pause", "stop"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }

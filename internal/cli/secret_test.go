@@ -22,7 +22,7 @@ func TestSecret(t *testing.T) {
 		_, _ = io.WriteString(w, `{"name":"`+r.PathValue("name")+`","destinations":["a.example"],"placeholder":"x","updated_at":"2026-01-02T03:04:05Z"}`)
 	})
 	d.answer("GET /v0/secrets", 200, list+`,"warnings":["secret BAD cannot be read: it is damaged"]}`)
-	d.answer("DELETE /v0/secrets/A_KEY", 409, `{"error":{"code":"in_use","message":"secret A_KEY is in use","holders":["web"]}}`)
+	d.answer("DELETE /v0/secrets/A_KEY", 409, `{"error":{"code":"in_use","message":"secret A_KEY is in use","holders":["sec"]}}`)
 	d.answer("DELETE /v0/secrets/OLD", 204, "")
 	d.answer("POST /v0/sandboxes/web/secrets/A_KEY", 200, `{"id":"bold-fern-0001"}`)
 	d.answer("DELETE /v0/sandboxes/web/secrets/A_KEY", 200, `{"id":"bold-fern-0001"}`)
@@ -47,7 +47,7 @@ func TestSecret(t *testing.T) {
 		{"set a_key", "VALUE", result{errs: "shard: secret name \"a_key\" is not valid: up to 128 of A-Z, 0-9 and _, not beginning with a digit\n", code: 1}, ""},
 		{"list", "", result{out: "NAME    DESTINATIONS                     PLACEHOLDER   UPDATED\nA_KEY   api.example.com, *.example.org   mock-A_KEY    2026-01-02 03:04:05\n",
 			errs: "shard: secret BAD cannot be read: it is damaged\n", code: 1}, ""},
-		{"remove OLD A_KEY", "", result{out: "OLD\n", errs: "shard: secret A_KEY is in use (in use by web)\n", code: 1}, ""},
+		{"remove OLD A_KEY", "", result{out: "OLD\n", errs: "shard: secret A_KEY is in use (in use by sec)\n", code: 1}, ""},
 		{"grant web A_KEY", "", result{out: "bold-fern-0001\n"}, ""},
 		{"ungrant web A_KEY", "", result{out: "bold-fern-0001\n"}, ""},
 		{"check web A_KEY https://API.example.com/x", "", result{out: "https://api.example.com: the value is put in: where a header, or the user or password of Basic credentials, holds mock-A_KEY\n"}, ""},

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"syscall"
 
 	"github.com/spf13/cobra"
 )
@@ -80,6 +81,9 @@ func (a *App) serve(ctx context.Context, o ServeOptions) error {
 	err := a.Serve(ctx, o)
 	if errors.Is(err, context.Canceled) || errors.Is(err, errInterrupted) {
 		return nil // asked to end, and did
+	}
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("another program listens on %s already, maybe another shard serve: end that one, or choose another address with --listen", o.Listen)
 	}
 	if errors.Is(err, fs.ErrPermission) {
 		return fmt.Errorf("%w: shard serve --help says what its user needs", err)

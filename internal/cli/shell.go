@@ -30,7 +30,7 @@ func (a *App) shellCommand() *cobra.Command {
 		},
 		ValidArgsFunction: a.completeSandboxes(1, running),
 	}
-	cmd.Flags().StringVar(&o.workdir, "workdir", "", "working `DIR`ectory (default the sandbox's)")
+	cmd.Flags().StringVar(&o.workdir, "workdir", "", "`DIR` to start in (default the sandbox's)")
 	cmd.Flags().StringVar(&o.user, "user", "", "`USER`: name or uid, and :group (default the sandbox's)")
 	return cmd
 }

@@ -71,11 +71,22 @@ Needs no daemon. shard tokens scopes lists the scopes.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.name, "name", "", "`NAME` of whoever gets it; a name may have several")
-	f.DurationVar(&o.duration, "duration", 0, "how long it is good for, such as 24h (0: for ever)")
+	f.DurationVar(&o.duration, "duration", 0, "how long it is good for: `DURATION` such as 24h, 0 is for ever")
 	f.StringVar(&o.scopes, "scopes", shard.ScopeAll, "what it can do: `SCOPES` with commas between them")
+	_ = cmd.RegisterFlagCompletionFunc("scopes", completeScopes)
 	signingKeyFlag(cmd, &o.keyFile)
 	formatFlag(cmd, &o.format, formatJSON)
 	return cmd
+}
+
+// completeScopes offers the scopes for the last word of a list with commas.
+func completeScopes(_ *cobra.Command, _ []string, word string) ([]string, cobra.ShellCompDirective) {
+	before := word[:strings.LastIndex(word, ",")+1]
+	var lists []string
+	for _, s := range shard.Scopes {
+		lists = append(lists, before+s.Name)
+	}
+	return lists, cobra.ShellCompDirectiveNoFileComp
 }
 
 func (a *App) tokensMint(o mintOptions) error {
@@ -112,8 +123,8 @@ func (a *App) tokensMint(o mintOptions) error {
 
 // needsOwner says what to do about files of the root that this user may not touch.
 func needsOwner(err error) error {
-	if errors.Is(err, fs.ErrPermission) {
-		return fmt.Errorf("%w: use sudo, as whoever runs the daemon", err)
+	if e, ok := errors.AsType[*fs.PathError](err); ok && errors.Is(err, fs.ErrPermission) {
+		return fmt.Errorf("API keys are kept where this user has no access (%s): use sudo", e.Path)
 	}
 	return err
 }
