@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/signal"
 	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -106,6 +107,9 @@ func (a *App) Main(ctx context.Context, args []string) int {
 	ctx, stop := a.untilSignal(ctx)
 	defer stop()
 	root := a.rootCommand()
+	if slices.Contains(args, cobra.ShellCompRequestCmd) {
+		plainUsage(root)
+	}
 	root.SetArgs(append([]string{}, args...)) // never nil, which cobra takes for os.Args
 	cmd, err := root.ExecuteContextC(ctx)
 	if errors.Is(err, pflag.ErrHelp) { // before the name of a command, where cobra has no answer to it

@@ -8,12 +8,14 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/spf13/cobra"
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/cli"
@@ -35,6 +37,41 @@ func TestHelpOf(t *testing.T) {
 		if !strings.Contains(got.out, "\n  "+c+" ") {
 			t.Errorf("the list of commands lacks %s: %s", c, got.out)
 		}
+	}
+}
+
+// TestBashCompletion: a press of the tab key works in a bash that has nothing besides our script, at words with = and : too.
+func TestBashCompletion(t *testing.T) {
+	if _, err := exec.LookPath("bash"); err != nil {
+		t.Skip("there is no bash here")
+	}
+	d := start(t)
+	d.answer("GET /v0/sandboxes", 200, `{"sandboxes":[{"id":"bold-fern-0001","name":"web","state":"running","image":"x"}],"next":null}`)
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(self, filepath.Join(d.root, "shard")); err != nil {
+		t.Fatal(err)
+	}
+	for line, want := range map[string]string{
+		"shard lis":                          "list",
+		"shard list --format=":               "json table",
+		"shard --root " + d.root + " exec w": "web",
+		"shard --root " + d.root + " cp we":  "web:",
+		"shard tokens mint --scopes exec,po": "exec,policy:* exec,port:read exec,port:write",
+		"shard create --restart":             "",
+		"shard image --n":                    "",
+	} {
+		cmd := exec.CommandContext(t.Context(), "bash", "--norc", "-c", `compopt() { :; }; source <(shard completion bash); COMP_LINE=$1 COMP_POINT=${#1} COMP_TYPE=9; __start_shard; echo "${COMPREPLY[*]}"`, "bash", line)
+		cmd.Env = append(os.Environ(), asCLI+"=1", "PATH="+d.root+":"+os.Getenv("PATH"))
+		out, err := cmd.CombinedOutput()
+		if got := strings.TrimSpace(string(out)); err != nil || got != want {
+			t.Errorf("%s: %q, want %q (%v)", line, got, want, err)
+		}
+	}
+	if got := run(t, d, cobra.ShellCompRequestCmd, "create", "--poli"); !strings.Contains(got.out, "--policy\tNAME of the network policy\n") {
+		t.Errorf("an option is told as %+v", got)
 	}
 }
 

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"maps"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/useshards/shard"
 )
@@ -112,9 +114,38 @@ func (a *App) completeProviders(cmd *cobra.Command, _ []string, _ string) ([]str
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
+// plainUsage takes from the words about options the marks that help reads: completion shows them as they are.
+func plainUsage(cmd *cobra.Command) {
+	cmd.LocalFlags().VisitAll(func(f *pflag.Flag) { _, f.Usage = pflag.UnquoteUsage(f) })
+	for _, c := range cmd.Commands() {
+		plainUsage(c)
+	}
+}
+
+// bashCompletion is cobra's script, made to work where the package bash-completion is not there: it takes from that package how to
+// part the line into words, which bash itself parts at : and = too.
+func bashCompletion(root *cobra.Command, w io.Writer) error {
+	var script bytes.Buffer
+	if err := root.GenBashCompletionV2(&script, true); err != nil {
+		return err
+	}
+	const theirs = `    _get_comp_words_by_ref "$@" cur prev words cword` + "\n"
+	const ours = `    if declare -F _get_comp_words_by_ref >/dev/null 2>&1; then
+        _get_comp_words_by_ref "$@" cur prev words cword
+        return
+    fi
+    local line=${COMP_LINE:0:COMP_POINT}
+    read -ra words <<<"$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    cword=$((${#words[@]} - 1)) cur=${words[-1]} prev=${words[-2]-}
+`
+	_, err := io.WriteString(w, strings.Replace(script.String(), theirs, ours, 1))
+	return err
+}
+
 func completionCommand() *cobra.Command {
 	shells := map[string]func(*cobra.Command, io.Writer) error{
-		"bash":       func(root *cobra.Command, w io.Writer) error { return root.GenBashCompletionV2(w, true) },
+		"bash":       bashCompletion,
 		"zsh":        (*cobra.Command).GenZshCompletion,
 		"fish":       func(root *cobra.Command, w io.Writer) error { return root.GenFishCompletion(w, true) },
 		"powershell": (*cobra.Command).GenPowerShellCompletionWithDesc,

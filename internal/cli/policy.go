@@ -346,7 +346,7 @@ func (a *App) completePolicies(place int) completion {
 		}
 		var names []string
 		for _, p := range policies {
-			names = append(names, fmt.Sprintf("%s\t%d rules", p.Name, len(p.Rules)))
+			names = append(names, fmt.Sprintf("%s\trules: %d", p.Name, len(p.Rules)))
 		}
 		return names, cobra.ShellCompDirectiveNoFileComp
 	}
