@@ -2,30 +2,15 @@ package test
 
 import (
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"sync"
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/testenv"
 )
-
-// diskUse is how much the files of a tree take, in bytes.
-func diskUse(root string) (n int64) {
-	_ = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
-		var st unix.Stat_t
-		if err == nil && e.Type().IsRegular() && unix.Lstat(path, &st) == nil {
-			n += st.Blocks * 512
-		}
-		return nil
-	})
-	return n
-}
 
 // TestExecFlood: as many commands as a daemon takes, all of which print for ever, some of them to clients that do not
 // read: the daemon's memory and disk stay bounded, it answers, and what it held is gone with the sandboxes.

@@ -4,11 +4,13 @@ package test
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -16,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"context"
+	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/client"
@@ -240,3 +242,15 @@ func noise(n int) []byte {
 }
 
 func p[T any](v T) *T { return &v }
+
+// diskUse is how much the files of a tree take, in bytes.
+func diskUse(root string) (n int64) {
+	_ = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
+		var st unix.Stat_t
+		if err == nil && e.Type().IsRegular() && unix.Lstat(path, &st) == nil {
+			n += st.Blocks * 512
+		}
+		return nil
+	})
+	return n
+}

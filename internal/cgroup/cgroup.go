@@ -286,9 +286,6 @@ type Group struct {
 	limits *Limits // nil for a group that was found
 }
 
-// ID is the group's name.
-func (g *Group) ID() string { return g.id }
-
 // OCIPath is what linux.cgroupsPath must say so that an OCI runtime joins exactly this group.
 func (g *Group) OCIPath() string { return filepath.Join(g.m.fs.ociBase(), g.id) }
 

@@ -87,15 +87,8 @@ func NewLab(t testing.TB) *Lab {
 // Command is a program that runs in the lab's host, with this machine's files and mounts.
 func (l *Lab) Command(name string, args ...string) *exec.Cmd {
 	// nsenter becomes the program: same process, same descriptors.
-	return exec.Command("nsenter", append([]string{"--net=" + l.HostNetns(), "--", name}, args...)...)
-}
-
-// HostNetns is the path of the host's network namespace, valid while the test runs.
-func (l *Lab) HostNetns() string { return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), l.host.file.Fd()) }
-
-// WorldNetns is the path of the world's network namespace, valid while the test runs.
-func (l *Lab) WorldNetns() string {
-	return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), l.world.file.Fd())
+	space := fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), l.host.file.Fd())
+	return exec.Command("nsenter", append([]string{space, "--", name}, args...)...)
 }
 
 // Registry is the host:port of the OCI registry as programs in the host name it; it speaks plain HTTP.
