@@ -2,7 +2,7 @@ package hostcheck
 
 import (
 	"context"
-	"fmt"
+	"errors"
 	"runtime"
 	"time"
 
@@ -16,7 +16,7 @@ func freeSpace(dir string) (int64, error) {
 	if err := unix.Statfs(dir, &s); err != nil {
 		return 0, err
 	}
-	return int64(s.Bavail) * s.Bsize, nil //nolint:gosec // a disk's size fits
+	return int64(s.Bavail) * s.Bsize, nil
 }
 
 func clockSynced() bool {
@@ -27,40 +27,46 @@ func clockSynced() bool {
 
 // tryNetwork makes a pair of links and a table in a network namespace that ends with the thread.
 func tryNetwork(ctx context.Context) (what string, err error) {
-	done := make(chan struct{})
+	type outcome struct {
+		what string
+		err  error
+	}
+	done := make(chan outcome, 1)
 	go func() {
-		defer close(done)
 		runtime.LockOSThread() // and never unlock: the thread dies here, and the namespace with it
-		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			what = "a network namespace"
-			return
-		}
-		var rt *netlink.Handle
-		if rt, err = netlink.NewHandle(unix.NETLINK_ROUTE); err == nil {
-			defer rt.Close()
-			err = rt.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "a"}, PeerName: "b"})
-		}
-		if err != nil {
-			what = "a veth pair"
-			return
-		}
-		var nft *nftables.Conn
-		if nft, err = nftables.New(); err == nil {
-			t := nft.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "shard"})
-			nft.AddChain(&nftables.Chain{Name: "nat", Table: t, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting,
-				Priority: nftables.ChainPriorityNATSource})
-			err = nft.Flush()
-		}
-		if err != nil {
-			what = "an nftables table with network address translation"
-		}
+		what, err := makeNetwork()
+		done <- outcome{what, err}
 	}()
 	select {
-	case <-done:
-		return what, err
+	case o := <-done:
+		return o.what, o.err
 	case <-ctx.Done():
 		return "the network", ctx.Err()
 	case <-time.After(10 * time.Second):
-		return "the network", fmt.Errorf("no answer from the kernel in 10 s")
+		return "the network", errors.New("no answer from the kernel in 10 s")
 	}
+}
+
+// makeNetwork moves the thread to a new namespace and makes there what a sandbox needs; what could not be made is told with
+// the error.
+func makeNetwork() (what string, err error) {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return "a network namespace", err
+	}
+	rt, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err == nil {
+		defer rt.Close()
+		err = rt.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "a"}, PeerName: "b"})
+	}
+	if err != nil {
+		return "a veth pair", err
+	}
+	nft, err := nftables.New()
+	if err == nil {
+		t := nft.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "shard"})
+		nft.AddChain(&nftables.Chain{Name: "nat", Table: t, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting,
+			Priority: nftables.ChainPriorityNATSource})
+		err = nft.Flush()
+	}
+	return "an nftables table with network address translation", err
 }
