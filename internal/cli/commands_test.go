@@ -280,7 +280,7 @@ created web (bold-fern-0001)
 		t.Errorf("sent %s", body)
 	}
 	answer = `{"sandbox":{"id":"bold-fern-0001","state":"failed","failed_reason":"no such image"}}`
-	if got := run(t, d, "create", "x"); got != (result{errs: "shard: sandbox bold-fern-0001 could not be created: no such image (shard remove bold-fern-0001 takes the record of it away)\n", code: 1}) {
+	if got := run(t, d, "create", "x"); got != (result{errs: "shard: sandbox bold-fern-0001 could not be created: no such image; shard remove bold-fern-0001 takes the record of it away\n", code: 1}) {
 		t.Errorf("got %+v", got)
 	}
 	answer = `{"event":{"status":"pulling","layers":1}}` + "\n"

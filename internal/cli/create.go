@@ -112,7 +112,7 @@ func (a *App) create(ctx context.Context, o createOptions) error {
 		if sb.Name != "" { // the next create of that name takes the record's place
 			return fmt.Errorf("sandbox %s could not be created: %s", sb.Name, dash(sb.FailedReason))
 		}
-		return fmt.Errorf("sandbox %s could not be created: %s (shard remove %s takes the record of it away)", sb.ID, dash(sb.FailedReason), sb.ID)
+		return fmt.Errorf("sandbox %s could not be created: %s; shard remove %s takes the record of it away", sb.ID, dash(sb.FailedReason), sb.ID)
 	}
 	if sb.Name != "" {
 		fmt.Fprintf(a.Err, "created %s (%s)\n", sb.Name, sb.ID)

@@ -92,10 +92,19 @@ func sandboxRows(list []shard.Sandbox, now time.Time) [][]string {
 	rows := [][]string{{"ID", "NAME", "IMAGE", "STATE", "UPTIME", "PROCESSES", "POLICY", "PROVIDER"}}
 	for i := range list {
 		s := &list[i]
-		rows = append(rows, []string{s.ID, dash(s.Name), s.Image, stateCell(s, now), uptime(s, now), processCount(s),
+		rows = append(rows, []string{s.ID, dash(s.Name), s.Image, shorten(stateCell(s, now)), uptime(s, now), processCount(s),
 			dash(s.Policy), s.Provider})
 	}
 	return rows
+}
+
+// shorten cuts what a column of a list has no room for; inspect has all of it.
+func shorten(cell string) string {
+	const most = 72
+	if runes := []rune(cell); len(runes) > most {
+		return string(runes[:most-1]) + "…"
+	}
+	return cell
 }
 
 // stateCell is the state with why it came to it.

@@ -192,7 +192,9 @@ func (e *Engine) watch(sb *sandbox, l *live) {
 			case <-l.stop:
 				return
 			case <-time.After(wait):
-				e.Log.Warn("the agent does not answer", "sandbox", sb.id, "err", err)
+				if wait >= time.Second { // before that it is most likely a machine that is ending
+					e.Log.Warn("the agent does not answer", "sandbox", sb.id, "err", err)
+				}
 				wait = min(2*wait, 5*time.Second)
 				continue
 			}
