@@ -53,7 +53,7 @@ func (a *App) sandboxNames(cmd *cobra.Command, given []string, fit func(*shard.S
 	var names []string
 	for i := range list.Sandboxes {
 		if s := &list.Sandboxes[i]; fit(s) && !taken[s.Ref()] {
-			names = append(names, s.Ref()+"\t"+string(s.State)+" "+s.Image)
+			names = append(names, s.Ref()+"\t"+string(s.State)+" "+familiar(s.Image))
 		}
 	}
 	return names

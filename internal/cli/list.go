@@ -92,7 +92,7 @@ func sandboxRows(list []shard.Sandbox, now time.Time) [][]string {
 	rows := [][]string{{"ID", "NAME", "IMAGE", "STATE", "UPTIME", "PROCESSES", "POLICY", "PROVIDER"}}
 	for i := range list {
 		s := &list[i]
-		rows = append(rows, []string{s.ID, dash(s.Name), s.Image, shorten(stateCell(s, now)), uptime(s, now), processCount(s),
+		rows = append(rows, []string{s.ID, dash(s.Name), familiar(s.Image), shorten(stateCell(s, now)), uptime(s, now), processCount(s),
 			dash(s.Policy), s.Provider})
 	}
 	return rows

@@ -292,6 +292,8 @@ func (a *App) unreachableRemote(e *client.DialError) string {
 	_, unknown := errors.AsType[x509.UnknownAuthorityError](e.Err)
 	_, plain := errors.AsType[tls.RecordHeaderError](e.Err)
 	switch {
+	case errors.As(e.Err, new(*net.DNSError)):
+		return fmt.Sprintf("cannot reach %s (from %s): this host does not find that name", e.Address, a.target.from)
 	case plain:
 		return fmt.Sprintf("%s (from %s) does not speak TLS: is it http:// there?", e.Address, a.target.from)
 	case unknown && a.target.roots == nil:
