@@ -18,16 +18,9 @@ import (
 func TestSecretClients(t *testing.T) {
 	t.Parallel()
 	archive := testenv.ClientsArchive(t)
-	lab := testenv.NewLab(t)
-	authorities := filepath.Join(t.TempDir(), "lab.pem")
-	if err := os.WriteFile(authorities, lab.CA(), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	d := testenv.Start(t, testenv.Options{Lab: lab, Args: []string{"--dns", testenv.LabDNSAddr}, Env: []string{"SSL_CERT_FILE=" + authorities}})
+	d := labDaemon(t, testenv.Options{})
+	lab := d.Lab()
 	lab.ServePackages()
-	for _, name := range []string{"dest.lab.test", "other.lab.test", "evil.lab.test"} {
-		lab.Name(name, testenv.LabWebAddr)
-	}
 	got := &arrivals{}
 	lab.Web().Handle("dest.lab.test/", got)
 	lab.Web().Handle("evil.lab.test/", got)

@@ -21,7 +21,7 @@ import (
 // that nobody may write, for users who are not root and without a shell, a static client trusts the proxy and the world.
 func TestSecretTrustFiles(t *testing.T) {
 	t.Parallel()
-	d := secretDaemon(t, testenv.Options{})
+	d := labDaemon(t, testenv.Options{})
 	got := &arrivals{}
 	d.Lab().Web().Handle("dest.lab.test/", got)
 	const value, ref = "sk-076-0123456789", "test/layout:latest"
@@ -183,7 +183,7 @@ func TestSecretImages(t *testing.T) {
 		t.Skip("SHARD_TEST_IMAGES names no archives of images: set it to a.tar:b.tar")
 	}
 	t.Parallel()
-	d := secretDaemon(t, testenv.Options{})
+	d := labDaemon(t, testenv.Options{})
 	d.Lab().ServePackages()
 	got := &arrivals{}
 	d.Lab().Web().Handle("dest.lab.test/", got)

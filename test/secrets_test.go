@@ -31,8 +31,8 @@ const (
 	trustFile      = "/etc/ssl/certs/ca-certificates.crt"
 )
 
-// secretDaemon is a daemon that trusts the lab's servers and has both images.
-func secretDaemon(t *testing.T, o testenv.Options) *testenv.Daemon {
+// labDaemon is a daemon that trusts the lab's servers, of which there are dest, other and evil.lab.test.
+func labDaemon(t *testing.T, o testenv.Options) *testenv.Daemon {
 	t.Helper()
 	o.Lab = testenv.NewLab(t)
 	authorities := filepath.Join(t.TempDir(), "lab.pem")
@@ -44,13 +44,19 @@ func secretDaemon(t *testing.T, o testenv.Options) *testenv.Daemon {
 	}
 	o.Args = append(o.Args, "--dns", testenv.LabDNSAddr)
 	o.Env = append(o.Env, "SSL_CERT_FILE="+authorities)
+	return testenv.Start(t, o)
+}
+
+// secretDaemon is a labDaemon that has both images.
+func secretDaemon(t *testing.T, o testenv.Options) *testenv.Daemon {
+	t.Helper()
 	archive := testenv.PythonArchive(t)
-	d := testenv.Start(t, o)
+	d := labDaemon(t, o)
 	python, err := tarball.ImageFromPath(archive, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	python, err = mutate.AppendLayers(python, testenv.Layer(t, testenv.Entry{Name: trustFile[1:], Body: string(o.Lab.CA())}))
+	python, err = mutate.AppendLayers(python, testenv.Layer(t, testenv.Entry{Name: trustFile[1:], Body: string(d.Lab().CA())}))
 	if err != nil {
 		t.Fatal(err)
 	}
