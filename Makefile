@@ -28,7 +28,7 @@ PREFIX         ?= /usr/local
 DESTDIR        ?=
 TESTFLAGS      ?=
 
-.PHONY: build shard shard-init shard-runsc runc deps check gen gen-check test fuzz-api demo bench install clean
+.PHONY: build shard shard-init shard-runsc runc deps check gen gen-check sdk test fuzz-api demo bench install clean
 .DEFAULT_GOAL := build
 
 build: shard shard-init shard-runsc $(if $(HOST_RUNC),,runc)

@@ -25,39 +25,38 @@ type room struct {
 var house = map[string]room{
 	"": {},
 
-	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}, theirs: []string{"github.com/spf13/"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/secret", "internal/setup", "internal/stream", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
-	"client":         {ours: []string{"", "internal/stream"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
-	"cmd/shard-init": {ours: []string{"", "internal/guest", "internal/guest/agent"}, theirs: []string{"golang.org/x/sys/"}},
+	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/secret", "internal/setup", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"client":         {ours: []string{""}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
+	"cmd/shard-init": {ours: []string{"internal/guest/agent"}},
 
 	"internal/gate":  {ours: []string{"", "internal/token"}},
 	"internal/token": {ours: []string{""}, theirs: []string{"github.com/golang-jwt/jwt/v5", "golang.org/x/sys/"}},
 
-	"internal/daemon": {ours: []string{"", "internal/api", "internal/engine", "internal/store", "internal/stream", "internal/image",
-		"internal/rootfs", "internal/netns", "internal/egress", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/guest", "internal/secret"},
+	"internal/daemon": {ours: []string{"", "internal/api", "internal/engine", "internal/store", "internal/image",
+		"internal/rootfs", "internal/netns", "internal/egress", "internal/cgroup", "internal/provider", "internal/provider/oci", "internal/secret"},
 		theirs: []string{"golang.org/x/"}},
-	"internal/api": {ours: []string{"", "internal/engine", "internal/stream", "internal/guest", "internal/image"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/"}},
+	"internal/api": {ours: []string{"", "internal/engine", "internal/guest", "internal/image"}, theirs: []string{"github.com/coder/websocket", "golang.org/x/"}},
 	"internal/engine": {ours: []string{"", "internal/store", "internal/stream", "internal/image", "internal/rootfs", "internal/netns",
 		"internal/cgroup", "internal/provider", "internal/guest", "internal/policy", "internal/secret"}, theirs: []string{"golang.org/x/"}},
 	"internal/policy": {ours: []string{""}, theirs: []string{"golang.org/x/net/idna"}},
 	"internal/egress": {ours: []string{"", "internal/policy", "internal/netns", "internal/secret"}, theirs: []string{"github.com/miekg/dns", "github.com/vishvananda/", "golang.org/x/"}},
 	"internal/secret": {ours: []string{"", "internal/policy", "internal/store"}, theirs: []string{"golang.org/x/net/publicsuffix", "github.com/klauspost/compress/", "github.com/andybalholm/brotli"}},
-	"internal/store":  {ours: []string{"", "internal/stream"}, theirs: []string{"golang.org/x/sys/"}},
-	"internal/stream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
+	"internal/store":  {theirs: []string{"golang.org/x/sys/"}},
+	"internal/stream": {},
 
-	"internal/image": {ours: []string{""}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/containerd/containerd/v2/",
-		"github.com/containerd/continuity/", "github.com/klauspost/compress/", "github.com/opencontainers/", "golang.org/x/"}},
+	"internal/image":  {ours: []string{""}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/klauspost/compress/", "golang.org/x/"}},
 	"internal/rootfs": {ours: []string{""}, theirs: []string{"golang.org/x/"}},
 	"internal/netns":  {ours: []string{""}, theirs: []string{"github.com/vishvananda/", "github.com/google/nftables", "github.com/google/nftables/", "github.com/mdlayher/", "golang.org/x/"}},
-	"internal/cgroup": {ours: []string{""}, theirs: []string{"golang.org/x/"}},
+	"internal/cgroup": {theirs: []string{"golang.org/x/"}},
 
 	"internal/provider": {ours: []string{""}},
 	"internal/provider/oci": {ours: []string{"", "internal/provider", "internal/guest", "internal/cgroup"},
 		theirs: []string{"github.com/opencontainers/", "github.com/moby/profiles/seccomp", "golang.org/x/"}},
-	"internal/provider/providertest": {ours: []string{"", "internal/provider", "internal/guest", "internal/testenv"}, theirs: []string{"golang.org/x/"}},
+	"internal/provider/providertest": {ours: []string{"", "internal/provider", "internal/guest"}, theirs: []string{"golang.org/x/"}},
 
 	"internal/guest":       {ours: []string{""}, theirs: []string{"golang.org/x/"}},
-	"internal/guest/agent": {ours: []string{"", "internal/guest", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/", "github.com/creack/pty"}},
+	"internal/guest/agent": {ours: []string{"", "internal/guest", "internal/tarstream"}, theirs: []string{"golang.org/x/sys/"}},
 
 	"internal/setup":     {ours: []string{"", "internal/hostcheck", "internal/token", "packaging"}},
 	"packaging":          {},
@@ -66,8 +65,8 @@ var house = map[string]room{
 	"internal/tarstream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 
 	"internal/testenv": {ours: []string{"", "client"}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/vishvananda/",
-		"github.com/google/nftables", "github.com/google/nftables/", "github.com/miekg/dns", "github.com/klauspost/compress/", "golang.org/x/"}},
-	"bench":       {ours: []string{"", "client", "internal/guest", "internal/testenv", "internal/egress", "internal/policy", "internal/secret"}, theirs: []string{"github.com/klauspost/compress/", "golang.org/x/"}},
+		"github.com/miekg/dns", "golang.org/x/"}},
+	"bench":       {ours: []string{"", "client", "internal/testenv", "internal/egress", "internal/policy", "internal/secret"}, theirs: []string{"github.com/klauspost/compress/", "golang.org/x/"}},
 	"test":        {},
 	"test/script": {},
 
