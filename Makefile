@@ -1,7 +1,8 @@
 # Builds shard's programs into bin/. They find each other beside the running program, or in /usr/local/libexec/shard.
 #
 #   make          build everything this host needs (runc only where the host has none of version 1.1 or later)
-#   make deps     on Debian or Ubuntu, as root: install what the build and the tests need and is missing
+#   make deps     on Debian or Ubuntu, as root: install what the build and the tests need and is missing (BROWSER=1: and
+#                 a Chromium without windows, 100 MB to fetch, with which the tests look at previews)
 #   make demo     see it work: an agent's code in a gVisor sandbox, on a private daemon that leaves nothing behind
 #   make test     check, then every test; ends with a line that counts. As root, else most of it is skipped
 #   make sdk      test the Python and TypeScript SDKs (FULL=1: everything)
@@ -51,13 +52,19 @@ runc:
 		-ldflags '-s -w -linkmode external -extldflags -static -X main.version=$(RUNC)' -o $(abspath $(BIN))/runc github.com/opencontainers/runc
 
 # Does nothing when everything is there. A machine without Go gets the distribution's, which fetches the version that
-# go.mod names by itself if it is 1.21 or later.
+# go.mod names by itself if it is 1.21 or later. Ubuntu's only Chromium is a snap, which its apt-get would try to set up.
 deps:
 	@missing=$$(for p in $(DEB_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || echo $$p; done; \
 		command -v $(GO) >/dev/null || echo golang-go); \
-	if [ -z "$$missing" ]; then exit 0; fi; \
-	if ! command -v apt-get >/dev/null || [ $$(id -u) != 0 ]; then echo "make deps: not root on Debian or Ubuntu: install by hand:" $$missing >&2; exit 0; fi; \
-	apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends $$missing
+	browser=$(if $(BROWSER),chromium-headless-shell); \
+	for p in chromium-headless-shell chromium google-chrome; do if command -v $$p >/dev/null; then browser=; fi; done; \
+	if [ -z "$$missing$$browser" ]; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null || [ $$(id -u) != 0 ]; then echo "make deps: not root on Debian or Ubuntu: install by hand:" $$missing $$browser >&2; exit 0; fi; \
+	apt-get -q update || exit; \
+	if [ -n "$$browser" ] && ! apt-cache show $$browser >/dev/null 2>&1; then \
+		echo "make deps: this distribution has no package $$browser: the tests that need a browser are skipped" >&2; browser=; fi; \
+	if [ -z "$$missing$$browser" ]; then exit 0; fi; \
+	DEBIAN_FRONTEND=noninteractive apt-get -q install -y --no-install-recommends $$missing $$browser
 
 # The agent stays in every sandbox: it must stay small.
 check: shard-init gen-check

@@ -24,15 +24,7 @@ import (
 // ran beside it: at *.localhost without TLS, and at a domain with it. SHARD_SCREENSHOT=FILE keeps a picture of the page.
 func TestPreviewBrowser(t *testing.T) {
 	t.Parallel()
-	program := ""
-	for _, name := range []string{"chromium-headless-shell", "chromium", "google-chrome"} {
-		if at, err := exec.LookPath(name); err == nil && program == "" {
-			program = at
-		}
-	}
-	if program == "" {
-		t.Skip("there is no Chromium: apt-get install chromium-headless-shell")
-	}
+	program := chromium(t)
 	layer := viteLayer(t)
 	d := testenv.Start(t, testenv.Options{})
 	img := testenv.Image(t, testenv.BusyboxConfig(), testenv.Layer(t, append(testenv.BusyboxEntries(t), webserverEntry(t))...), testenv.Layer(t, layer...))
@@ -82,6 +74,18 @@ func TestPreviewBrowser(t *testing.T) {
 			})
 		}
 	}, "gvisor")
+}
+
+// chromium is the path of a browser without a window.
+func chromium(t *testing.T) string {
+	t.Helper()
+	for _, name := range []string{"chromium-headless-shell", "chromium", "google-chrome"} {
+		if at, err := exec.LookPath(name); err == nil {
+			return at
+		}
+	}
+	t.Skip("there is no Chromium: make deps BROWSER=1")
+	return ""
 }
 
 // viteLayer is Node from this machine, with the libraries it needs, and the page in testdata with Vite from the registry.
