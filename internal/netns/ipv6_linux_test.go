@@ -28,45 +28,12 @@ func TestPrivateIsOutOfReach6(t *testing.T) {
 		"host":  append([]string{a.Gateway6.String(), b.Gateway6.String(), hostUplink6}, hostOthers6...),
 		"world": worldHidden6,
 	}
-	send := func(addr, token string) {
-		udp(a.Netns, addr, token)
+	echo := func(addr, token string) {
+		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IPV6, echo6(a.Addr6.String(), addr, token))
+	}
+	outOfReach(t, w, a.Netns, closed, worldPublic6, echo, func(addr, token string) {
 		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IPV6, packet6(a.Addr6.String(), addr, token))
-		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IPV6, echo6(a.Addr6.String(), addr, token))
-	}
-	var denied []string // "place token"
-	for place, addrs := range closed {
-		for _, addr := range addrs {
-			control := newToken()
-			if err := tcp("", addr, control, patient); err != nil {
-				t.Fatalf("control: %s is not there: %v", addr, err)
-			}
-			w.seen.wait(t, place, control)
-			token := newToken()
-			if err := tcp(a.Netns, addr, token, soon); err == nil {
-				t.Errorf("TCP to %s came through", addr)
-			}
-			send(addr, token)
-			denied = append(denied, place+" "+token, "a "+token)
-		}
-	}
-	for _, addr := range worldPublic6 {
-		token := newToken()
-		if err := tcp(a.Netns, addr, token, patient); err != nil {
-			t.Errorf("public %s is out of reach: %v", addr, err)
-		}
-		token = newToken()
-		udp(a.Netns, addr, token)
-		w.seen.wait(t, "world", token)
-		token = newToken()
-		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IPV6, echo6(a.Addr6.String(), addr, token))
-		w.seen.wait(t, "a", token) // the echo
-	}
-	w.fence()
-	for _, d := range denied {
-		if w.seen.tokens[d] {
-			t.Errorf("arrived: %s", d)
-		}
-	}
+	})
 }
 
 // TestSandboxesAreApart6 is case 64 over IPv6, and forged sources; and neither the world nor the host begins a flow to one.
@@ -322,38 +289,6 @@ func TestForwardingKeepsTheWayOut(t *testing.T) {
 	a := attach(t, n, "able-box")
 	if got := get(conf(a.Interface, "accept_ra")); got != "0\n" {
 		t.Errorf("the host takes advice from the sandbox: %q", got)
-	}
-}
-
-// TestFlowsAreForgotten6: the next holder of an address has none of the flows of the last.
-func TestFlowsAreForgotten6(t *testing.T) {
-	newWorld(t)
-	n := open(t, Config{Tag: "flows6", Pool: -1})
-	a := attach(t, n, "able-box")
-	if err := tcp(a.Netns, worldUplink6, newToken(), patient); err != nil {
-		t.Fatal(err)
-	}
-	tracked := func() (found int) {
-		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET6)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, f := range all {
-			if (flows{a.Addr6: true}).MatchConntrackFlow(f) {
-				found++
-			}
-		}
-		return found
-	}
-	if tracked() == 0 {
-		t.Fatal("control: no flow is tracked")
-	}
-	if err := n.Detach(t.Context(), "able-box"); err != nil {
-		t.Fatal(err)
-	}
-	settle(t, n)
-	if got := tracked(); got != 0 {
-		t.Errorf("%d flows are still tracked", got)
 	}
 }
 

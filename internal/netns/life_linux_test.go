@@ -394,15 +394,12 @@ func TestFlowsAreForgotten(t *testing.T) {
 	newWorld(t)
 	n := open(t, Config{Tag: "flows", Pool: -1})
 	a := attach(t, n, "able-box")
-	if err := tcp(a.Netns, worldUplink, newToken(), patient); err != nil {
-		t.Fatal(err)
-	}
-	tracked := func() (found int) {
-		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
+	tracked := func(family netlink.InetFamily) (found int) {
+		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, family)
 		if err != nil {
 			t.Fatal(err)
 		}
-		mine := flows{a.Addr: true}
+		mine := flows{a.Addr: true, a.Addr6: true}
 		for _, f := range all {
 			if mine.MatchConntrackFlow(f) {
 				found++
@@ -410,15 +407,23 @@ func TestFlowsAreForgotten(t *testing.T) {
 		}
 		return found
 	}
-	if tracked() == 0 {
-		t.Fatal("control: no flow is tracked")
+	families := map[netlink.InetFamily]string{unix.AF_INET: worldUplink, unix.AF_INET6: worldUplink6}
+	for family, to := range families {
+		if err := tcp(a.Netns, to, newToken(), patient); err != nil {
+			t.Fatal(err)
+		}
+		if tracked(family) == 0 {
+			t.Fatalf("control: no flow to %s is tracked", to)
+		}
 	}
 	if err := n.Detach(t.Context(), "able-box"); err != nil {
 		t.Fatal(err)
 	}
 	settle(t, n)
-	if got := tracked(); got != 0 {
-		t.Errorf("%d flows are still tracked", got)
+	for family, to := range families {
+		if got := tracked(family); got != 0 {
+			t.Errorf("%d flows to %s are still tracked", got, to)
+		}
 	}
 }
 

@@ -37,6 +37,15 @@ func TestPrivateIsOutOfReach(t *testing.T) {
 		"host":  append([]string{a.Gateway.String(), b.Gateway.String(), hostUplink}, hostOthers...),
 		"world": worldHidden,
 	}
+	outOfReach(t, w, a.Netns, closed, worldPublic, func(addr, token string) {
+		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IP, packet4(a.Addr.String(), addr, unix.IPPROTO_ICMP, token))
+	})
+}
+
+// outOfReach checks that from the namespace at path nothing of closed, by place, is reached, which is there for this host, by
+// TCP, UDP, an echo request, or what more sends; and that all of public is.
+func outOfReach(t *testing.T, w *world, path string, closed map[string][]string, public []string, echo func(addr, token string), more ...func(addr, token string)) {
+	t.Helper()
 	var denied []string // "place token"
 	for place, addrs := range closed {
 		for _, addr := range addrs {
@@ -46,25 +55,27 @@ func TestPrivateIsOutOfReach(t *testing.T) {
 			}
 			w.seen.wait(t, place, control)
 			token := newToken()
-			if err := tcp(a.Netns, addr, token, soon); err == nil {
+			if err := tcp(path, addr, token, soon); err == nil {
 				t.Errorf("TCP to %s came through", addr)
 			}
-			udp(a.Netns, addr, token)
-			frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IP, packet4(a.Addr.String(), addr, unix.IPPROTO_ICMP, token))
+			udp(path, addr, token)
+			for _, send := range append(more, echo) {
+				send(addr, token)
+			}
 			denied = append(denied, place+" "+token, "a "+token)
 		}
 	}
-	for _, addr := range worldPublic {
+	for _, addr := range public {
 		token := newToken()
-		if err := tcp(a.Netns, addr, token, patient); err != nil {
+		if err := tcp(path, addr, token, patient); err != nil {
 			t.Errorf("public %s is out of reach: %v", addr, err)
 		}
 		token = newToken()
-		udp(a.Netns, addr, token)
+		udp(path, addr, token)
 		w.seen.wait(t, "world", token)
 		token = newToken()
-		frame(t, a.Netns, macOf(t, "", a.Interface), unix.ETH_P_IP, packet4(a.Addr.String(), addr, unix.IPPROTO_ICMP, token))
-		w.seen.wait(t, "a", token) // the echo
+		echo(addr, token)
+		w.seen.wait(t, "a", token) // the answer
 	}
 	w.fence()
 	for _, d := range denied {
