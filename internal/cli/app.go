@@ -283,9 +283,9 @@ func flagMessage(cmd *cobra.Command, err error) (string, bool) {
 				strings.TrimPrefix(cmd.CommandPath(), "shard ")), true
 		}
 		if e.GetSpecifiedShortnames() != "" {
-			return fmt.Sprintf("unknown option -%s", name), true
+			return fmt.Sprintf("unknown option -%s%s", name, likeOption(cmd, name)), true
 		}
-		return fmt.Sprintf("unknown option --%s", name), true
+		return fmt.Sprintf("unknown option --%s%s", name, likeOption(cmd, name[:min(3, len(name))])), true
 	}
 	if e, ok := errors.AsType[*pflag.ValueRequiredError](err); ok {
 		return fmt.Sprintf("option %s needs a value", optionName(e.GetFlag())), true
@@ -301,6 +301,22 @@ func flagMessage(cmd *cobra.Command, err error) (string, bool) {
 		return fmt.Sprintf("%s is not an option", shard.Quote(e.GetSpecifiedFlag())), true
 	}
 	return "", false
+}
+
+// likeOption asks whether an option of the command was meant that begins as the unknown one does.
+func likeOption(cmd *cobra.Command, beginning string) string {
+	var like []string
+	if cmd != nil {
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			if strings.HasPrefix(f.Name, beginning) && !f.Hidden && f.Name != "help" {
+				like = append(like, "--"+f.Name)
+			}
+		})
+	}
+	if len(like) == 0 {
+		return ""
+	}
+	return ": did you mean " + strings.Join(like, " or ") + "?"
 }
 
 func optionName(f *pflag.Flag) string {

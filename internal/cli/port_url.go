@@ -38,7 +38,7 @@ fall with it.`,
 		},
 		ValidArgsFunction: a.completeSandboxes(1, anySandbox),
 	}
-	cmd.Flags().DurationVar(&life, "expires", shard.DefaultLinkLife, "how long the link is good for, at most 720h")
+	cmd.Flags().DurationVar(&life, "expires", shard.DefaultLinkLife, "`DURATION` for which the link is good, at most 720h")
 	signingKeyFlag(cmd, &keyFile)
 	return cmd
 }

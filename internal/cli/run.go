@@ -68,9 +68,9 @@ anything else failed.`,
 	f.StringArrayVarP(&o.env, "env", "e", nil, "variable `KEY=VALUE` for the process; may be repeated")
 	f.StringVarP(&o.workdir, "workdir", "w", "", "`DIR` to start in (default the sandbox's)")
 	f.StringVarP(&o.user, "user", "u", "", "`USER`: name or uid, and :group (default the sandbox's)")
-	f.StringVar(&o.restart, "restart", shard.RestartUnlessStopped, "when to start it again: no, on-failure, always or unless-stopped (`POLICY`)")
-	f.IntVar(&o.retries, "restart-retries", 0, "with on-failure, how many times in a row: `N`, 0 is without end")
-	f.DurationVar(&o.backoff, "restart-backoff", time.Second, "first wait before a restart, at most 1m; it doubles up to 1m (`DURATION`)")
+	f.StringVar(&o.restart, "restart", shard.RestartUnlessStopped, "restart `POLICY`: no, on-failure, always or unless-stopped")
+	f.IntVar(&o.retries, "restart-retries", 0, "with on-failure, start it again `N` times in a row at most; 0 is without end")
+	f.DurationVar(&o.backoff, "restart-backoff", time.Second, "`DURATION` of the first wait before a restart, at most 1m; each wait is twice the last, up to 1m")
 	f.BoolVar(&o.attach, "attach", false, "pass the output on until the process has ended for good")
 	_ = cmd.RegisterFlagCompletionFunc("restart", cobra.FixedCompletions([]string{shard.RestartNo, shard.RestartOnFailure,
 		shard.RestartAlways, shard.RestartUnlessStopped}, cobra.ShellCompDirectiveNoFileComp))
