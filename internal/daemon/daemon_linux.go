@@ -195,6 +195,8 @@ func openSecrets(o Options) (*secret.Store, error) {
 	if dir := os.Getenv("CREDENTIALS_DIRECTORY"); file == "" && dir != "" {
 		if _, err := os.Lstat(filepath.Join(dir, credential)); !errors.Is(err, os.ErrNotExist) {
 			file = filepath.Join(dir, credential)
+		} else {
+			o.Log.Warn("systemd gave credentials, of which none is " + credential + ": secrets are stored without encryption")
 		}
 	}
 	var key *secret.Key

@@ -88,6 +88,7 @@ done <"$1/cgroups"
 mkdir -p mnt
 pivot_root . mnt
 umount -l /mnt
+mount --make-rshared / # as at every boot: what a helper of systemd mounts must reach services
 exec env -i container=shard-test PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
 	/lib/systemd/systemd --system --log-target=console --show-status=no </dev/null
 `
