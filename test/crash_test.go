@@ -189,15 +189,7 @@ func TestKilledSandbox(t *testing.T) {
 			return strings.Contains(r.Stdout, "sleep 300"), r.Stdout + r.Stderr
 		})
 		killMachine(t, id)
-		ended := make(chan struct{})
-		go func() { _ = exec.Wait(); close(ended) }()
-		select {
-		case <-ended:
-		case <-time.After(30 * time.Second):
-			_ = exec.Process.Kill()
-			t.Error("the exec hangs although the machine is gone")
-		}
-		if exec.ProcessState != nil && exec.ProcessState.ExitCode() == 0 {
+		if exitCode(t, "the exec of a dead machine", exec) == 0 {
 			t.Error("the exec of a dead machine ended with exit code 0")
 		}
 		testenv.Eventually(t, "the record says stopped, with a reason", func() (bool, string) {
@@ -276,17 +268,8 @@ func TestCase126(t *testing.T) {
 				t.Fatal(err)
 			}
 			d.Stop()
-			ended := make(chan struct{})
-			go func() { _ = open.Wait(); close(ended) }()
-			select {
-			case <-ended:
-				if open.ProcessState.ExitCode() == 0 || !strings.HasPrefix(stderr.String(), "shard:") {
-					t.Errorf("the open stream ended with exit code %d and %q", open.ProcessState.ExitCode(), stderr.String())
-				}
-			case <-time.After(30 * time.Second):
-				_ = open.Process.Kill()
-				<-ended
-				t.Error("a stream outlives its daemon")
+			if code := exitCode(t, "the stream of a daemon that has ended", open); code == 0 || !strings.HasPrefix(stderr.String(), "shard:") {
+				t.Errorf("the open stream ended with exit code %d and %q", code, stderr.String())
 			}
 			d.Restart()
 			if s := state(t, d, id); s != shard.StateRunning {

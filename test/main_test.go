@@ -13,6 +13,7 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -132,6 +133,17 @@ func failed(t *testing.T, r testenv.Result, code int, words ...string) {
 			t.Errorf("the message shows what is private (%s): %q", private, r.Stderr)
 		}
 	}
+}
+
+// exitCode waits for the end of a command that the test has started; one that does not end is killed.
+func exitCode(t *testing.T, what string, cmd *exec.Cmd) int {
+	t.Helper()
+	late := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() })
+	_ = cmd.Wait()
+	if !late.Stop() {
+		t.Errorf("%s does not end", what)
+	}
+	return cmd.ProcessState.ExitCode()
 }
 
 // wantCode checks the code of an error of the API.

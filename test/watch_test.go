@@ -274,8 +274,7 @@ func TestWatch(t *testing.T) {
 			}
 			for lines.Scan() {
 			}
-			_ = cmd.Wait()
-			if code := cmd.ProcessState.ExitCode(); code != 130 {
+			if code := exitCode(t, "watch after Ctrl+C", cmd); code != 130 {
 				t.Errorf("exit code %d after Ctrl+C, want 130", code)
 			}
 			refused(t, d.Shard("watch", id, "/none"), "/none")
