@@ -4,9 +4,13 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -301,4 +305,107 @@ func (n *counter) Write(p []byte) (int, error) {
 		}
 		n.rest = n.rest[i+1:]
 	}
+}
+
+// TestKill9Launch: a daemon that dies between the start of a process and its record leaves a launch. That is a process to the
+// next one: it runs on, is started, or went down with its sandbox.
+func TestKill9Launch(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider)
+		c := connect(t, d)
+		id = inspect(t, d, id).ID
+		program := func(name string) []string {
+			return []string{"sh", "-c", "echo " + name + " >>/root/starts; echo of " + name + "; exec sleep 600"}
+		}
+		mustRun(t, c, id, runs("held", "", program("held")...))
+		mustRun(t, c, id, runs("other", "", "sleep", "600"))
+		testenv.Eventually(t, "its output", func() (bool, string) {
+			log := logOf(t, c, id, "held")
+			return log == "of held\n", log
+		})
+
+		type object = map[string]any
+		path := filepath.Join(d.Root, "sandboxes", id, "sandbox.json")
+		relaunch := func(more object) { // makes the record the one from before the end of these launches
+			raw, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var file object
+			if err := json.Unmarshal(raw, &file); err != nil {
+				t.Fatal(err)
+			}
+			rec := file["record"].(object)
+			if already, ok := rec["launches"].(object); ok {
+				maps.Copy(more, already)
+			}
+			sandbox, all := rec["sandbox"].(object), rec["runs"].(object)
+			sandbox["processes"] = slices.DeleteFunc(sandbox["processes"].([]any), func(p any) bool {
+				name, _ := p.(object)["name"].(string)
+				if name != "held" {
+					return false
+				}
+				run := all[name].(object)
+				more[name] = object{"process": p, "run": object{"id": run["id"], "seq": 0, "base": run["base"], "start": 0, "end": 0}}
+				delete(all, name)
+				return true
+			})
+			if len(more) == 0 {
+				t.Fatalf("the record names no process: %s", raw)
+			}
+			rec["launches"] = more
+			if raw, err = json.Marshal(file); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(path, raw, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		launch := func(name, policy string) object {
+			return object{
+				"process": object{"name": name, "command": program(name), "restart": object{"policy": policy}, "killed": false,
+					"status": object{"state": "running", "restarts": 0, "started_at": "2026-01-02T03:04:05Z"}},
+				"run": object{"id": "never-" + name, "seq": 0, "base": 0, "start": 0, "end": 0},
+			}
+		}
+		d.Kill9()
+		relaunch(object{"never": launch("never", "unless-stopped"), "once": launch("once", "no")})
+		d.Restart()
+		c = connect(t, d)
+		if p, err := c.Process(t.Context(), id, "held"); err != nil || !p.Status.Live() {
+			t.Errorf("what runs is not seen at once: %+v, %v", p, err)
+		}
+		want := map[string]string{"held": shard.ProcessRunning, "other": shard.ProcessRunning, "never": shard.ProcessRunning, "once": shard.ProcessStopped}
+		testenv.Eventually(t, "the processes of the next daemon", func() (bool, string) {
+			got, starts := states(t, c, id), sh(t, d, id, "cat /root/starts")
+			return maps.Equal(got, want) && starts == "held\nnever" && logOf(t, c, id, "held") == "of held\n" && logOf(t, c, id, "never") == "of never\n",
+				fmt.Sprint(got, starts)
+		})
+		launches := func() bool {
+			raw, err := os.ReadFile(path)
+			return err != nil || bytes.Contains(raw, []byte(`"launches"`))
+		}
+		testenv.Eventually(t, "a record without launches", func() (bool, string) { return !launches(), "" })
+		if _, err := c.RunProcess(t.Context(), id, runs("once", "", "/nothing")); shard.CodeOf(err) != shard.CodeCommandNotStarted || launches() {
+			t.Errorf("a launch that came to nothing: %v; it is in the record: %v", err, launches())
+		}
+		if got := states(t, c, id); !maps.Equal(got, want) {
+			t.Errorf("after it: %v", got)
+		}
+
+		d.Kill9()
+		relaunch(object{})
+		killMachine(t, id)
+		d.Restart()
+		c = connect(t, d)
+		testenv.Eventually(t, "the processes after the death of the sandbox", func() (bool, string) { // it is started for them
+			if inspect(t, d, id).State != shard.StateRunning {
+				return false, "the sandbox is down"
+			}
+			got, starts := states(t, c, id), sh(t, d, id, "sort /root/starts")
+			return maps.Equal(got, want) && starts == "held\nheld\nnever\nnever", fmt.Sprint(got, starts)
+		})
+	})
 }

@@ -180,6 +180,8 @@ type record struct {
 	OOMInARow int `json:"oom_in_a_row,omitempty"`
 	// Runs is what the host knows of each named process beside its public record, by name.
 	Runs map[string]processRun `json:"runs,omitempty"`
+	// Launches are the processes that the agent is asked to start, by name. Nobody sees them.
+	Launches map[string]launch `json:"launches,omitempty"`
 	// StoppedByUser says that a stop, not a death, ended it.
 	StoppedByUser bool `json:"stopped_by_user,omitempty"`
 }

@@ -54,7 +54,7 @@ func (e *Engine) Run(ctx context.Context, ref string, req shard.RunRequest) (*sh
 		}
 		return nil, err
 	}
-	if err := sb.enterProcess(p, r, session); err != nil {
+	if err := sb.enterProcess(p.Name, r, session); err != nil {
 		return nil, err
 	}
 	return sb.getProcess(p.Name)
@@ -155,8 +155,8 @@ func (sb *sandbox) forget(name string) {
 	sb.mu.Unlock()
 }
 
-// launch asks the agent for a process. With keep a program that cannot be started is tried again as the policy says. The
-// run that it returns must be entered, or dropped.
+// launch asks the agent for a process, and stores that meanwhile. With keep a program that cannot be started is tried again as
+// the policy says. The run that it returns must be entered.
 func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.Process, keep bool) (processRun, error) {
 	rec := sb.record()
 	id := make([]byte, 8)
@@ -172,35 +172,61 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 	w, base, err := log.Begin()
 	if err == nil {
 		r.Base = base
+		stored := make(chan error, 1)
+		go func() { stored <- sb.storeLaunch(p, r) }()
 		var cmd *guest.Command
 		cmd, err = session.Run(ctx, guest.ProcessSpec{ID: r.ID, Name: p.Name, Argv: p.Command, Env: shard.MergeEnv(rec.environment(), p.Env...),
 			Workdir: guest.Path(or(p.Workdir, rec.Workdir)), User: or(p.User, rec.User), Restart: p.Restart, Keep: keep}, &logSink{sb: sb, w: w})
-		if err == nil {
+		failed := <-stored
+		switch {
+		case err != nil:
+			err = sb.explain(err)
+		case failed != nil:
+			err = failed
+		default:
 			w.OnAck(cmd.Ack)
 			return r, nil
 		}
 		w.Cancel()
-		err = sb.explain(err)
 	}
+	sb.cancelLaunch(p.Name, r.ID)
 	switch shard.CodeOf(err) {
 	case shard.CodeCommandNotStarted, shard.CodeInvalidRequest, shard.CodeNameTaken, shard.CodeSandboxNotRunning, shard.CodeExecLimit:
-		sb.expectNot(r.ID)
 	default:
 		sb.dropRun(r.ID) // it may be running
 	}
 	return r, err
 }
 
-// expectNot says that a run came to nothing.
-func (sb *sandbox) expectNot(id string) {
-	sb.put.Lock()
-	defer sb.put.Unlock()
-	delete(sb.early, id)
+// storeLaunch stores that the agent is asked for a process.
+func (sb *sandbox) storeLaunch(p *shard.Process, r processRun) error {
+	now := time.Now().UTC().Truncate(time.Microsecond)
+	l := launch{Process: *p, Run: r}
+	l.Process.Killed, l.Process.Status = false, shard.ProcessStatus{State: shard.ProcessRunning, StartedAt: &now}
+	return sb.update(func(rec *record) {
+		rec.own()
+		if rec.Launches == nil {
+			rec.Launches = make(map[string]launch)
+		}
+		rec.Launches[p.Name] = l
+	})
+}
+
+// cancelLaunch stores that a launch came to nothing, before anybody is told.
+func (sb *sandbox) cancelLaunch(name, id string) {
+	sb.learnIf(func(rec *record) bool {
+		delete(sb.early, id)
+		if rec.Launches[name].Run.ID != id {
+			return false
+		}
+		rec.own()
+		delete(rec.Launches, name)
+		return true
+	})
 }
 
 // dropRun makes the agent end and forget a run that no record names. It does not wait.
 func (sb *sandbox) dropRun(id string) {
-	sb.expectNot(id)
 	sb.e.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(sb.e.ctx, execTime)
 		defer cancel()
@@ -214,47 +240,21 @@ func (sb *sandbox) dropRun(id string) {
 	})
 }
 
-// enterProcess stores a process that was launched in session, as it stands by now. When it fails, the run is dropped.
-func (sb *sandbox) enterProcess(p *shard.Process, r processRun, session *guest.Session) error {
-	var evicted, evictedID string
-	entered := false
-	err := sb.change(func(rec *record) bool {
-		state := sb.early[r.ID]
-		delete(sb.early, r.ID)
-		if entered = rec.Sandbox.State == shard.StateRunning && rec.Intent == ""; !entered {
-			return false
-		}
-		rec.own()
-		now := time.Now().UTC().Truncate(time.Microsecond)
-		next := *p
-		next.Killed, next.Status = false, shard.ProcessStatus{State: shard.ProcessRunning, StartedAt: &now}
-		list := rec.Sandbox.Processes
-		if old := find(rec, p.Name); old != nil {
-			*old = next
-		} else {
-			if len(list) >= shard.MaxProcesses {
-				if i := slices.IndexFunc(list, func(p shard.Process) bool { return !p.Status.Live() }); i >= 0 {
-					evicted, evictedID = list[i].Name, rec.Runs[list[i].Name].ID
-					delete(rec.Runs, evicted)
-					list = slices.Delete(list, i, i+1)
-				}
-			}
-			rec.Sandbox.Processes = append(list, next)
-		}
-		rec.Runs[p.Name] = r
-		if state != nil {
-			rec.take(p.Name, *state)
-		}
-		return true
-	})
-	if err == nil && !entered {
-		err = shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
-	}
-	if err != nil {
+// enterProcess shows a process that was launched in session, as it stands by now. Its launch is on disk, which says as much to
+// the next daemon, so nobody waits until the record is, too. When it fails, the run is dropped.
+func (sb *sandbox) enterProcess(name string, r processRun, session *guest.Session) error {
+	evicted, evictedID, told, entered := sb.showProcess(name, r)
+	if !entered {
+		sb.cancelLaunch(name, r.ID)
 		sb.dropRun(r.ID)
-		return err
+		return shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
+	}
+	store := func() { sb.learn(func(*record) {}) }
+	if evicted == "" && told {
+		sb.e.wg.Go(store) // else with what the agent is about to tell
 	}
 	if evicted != "" {
+		store() // before its log goes
 		if evictedID != "" {
 			sb.dropRun(evictedID)
 		}
@@ -264,11 +264,38 @@ func (sb *sandbox) enterProcess(p *shard.Process, r processRun, session *guest.S
 	now := sb.attended
 	sb.mu.Unlock()
 	if now != nil && now != session { // a new session came between, and may not have known of this run
-		if err := sb.resumeLog(now, p.Name, r); err != nil {
-			sb.e.Log.Warn("take up the output of a process", "sandbox", sb.id, "process", p.Name, "err", err)
+		if err := sb.resumeLog(now, name, r); err != nil {
+			sb.e.Log.Warn("take up the output of a process", "sandbox", sb.id, "process", name, "err", err)
 		}
 	}
 	return nil
+}
+
+// showProcess makes a launch a process. It says which one gave way where there were as many as there may be, whether the agent
+// has told how it stands, and false when the sandbox is ending.
+func (sb *sandbox) showProcess(name string, r processRun) (evicted, evictedID string, told, entered bool) {
+	sb.put.Lock()
+	defer sb.put.Unlock()
+	rec := *sb.record()
+	if rec.Sandbox.State != shard.StateRunning || rec.Intent != "" || rec.Launches[name].Run.ID != r.ID {
+		return "", "", false, false
+	}
+	rec.own()
+	if list := rec.Sandbox.Processes; len(list) >= shard.MaxProcesses && find(&rec, name) == nil {
+		if i := slices.IndexFunc(list, func(p shard.Process) bool { return !p.Status.Live() }); i >= 0 {
+			evicted, evictedID = list[i].Name, rec.Runs[list[i].Name].ID
+			delete(rec.Runs, evicted)
+			rec.Sandbox.Processes = slices.Delete(list, i, i+1)
+		}
+	}
+	rec.launched(name)
+	if state := sb.early[r.ID]; state != nil {
+		told = rec.take(name, *state)
+	}
+	delete(sb.early, r.ID)
+	sb.rec.Store(&rec)
+	sb.wake()
+	return evicted, evictedID, told, true
 }
 
 // startProcesses starts what is to run again in a sandbox that has come up.
@@ -289,7 +316,7 @@ func (e *Engine) startProcesses(sb *sandbox, session *guest.Session) {
 			r, err = sb.launch(ctx, session, &p, true)
 		}
 		if err == nil {
-			err = sb.enterProcess(&p, r, session)
+			err = sb.enterProcess(p.Name, r, session)
 		}
 		release()
 		if err != nil {

@@ -19,6 +19,13 @@ type processRun struct {
 	End   int64  `json:"end"`
 }
 
+// launch is a process that the agent is asked to start. It is stored while the agent does so: once both is done, it is a process
+// in this daemon's memory, and in the next daemon's too, whether or not the record was written again.
+type launch struct {
+	Process shard.Process `json:"process"`
+	Run     processRun    `json:"run"`
+}
+
 // find is a process's public record; nil when there is none.
 func find(r *record, name string) *shard.Process {
 	for i := range r.Sandbox.Processes {
@@ -31,9 +38,30 @@ func find(r *record, name string) *shard.Process {
 
 // own makes what a record says of processes r's own, so that it can be changed.
 func (r *record) own() {
-	r.Sandbox.Processes, r.Runs = slices.Clone(r.Sandbox.Processes), maps.Clone(r.Runs)
+	r.Sandbox.Processes, r.Runs, r.Launches = slices.Clone(r.Sandbox.Processes), maps.Clone(r.Runs), maps.Clone(r.Launches)
 	if r.Runs == nil {
 		r.Runs = make(map[string]processRun)
+	}
+}
+
+// launched makes a launch a process, in the place of the one of its name. The record owns its processes.
+func (r *record) launched(name string) {
+	l := r.Launches[name]
+	delete(r.Launches, name)
+	if old := find(r, name); old != nil {
+		*old = l.Process
+	} else {
+		r.Sandbox.Processes = append(r.Sandbox.Processes, l.Process)
+	}
+	r.Runs[name] = l.Run
+}
+
+// recovered makes what an earlier daemon was starting processes: their clients may have been told that they run. One that the
+// agent does not hold is then stopped, and started as its policy says.
+func (r *record) recovered() {
+	r.own()
+	for _, name := range slices.Sorted(maps.Keys(r.Launches)) {
+		r.launched(name)
 	}
 }
 
@@ -65,6 +93,7 @@ func (r *record) runName(id string) string {
 // processesDown changes a record to that of a sandbox that went down.
 func (r *record) processesDown() {
 	r.own()
+	r.Launches = nil // who waits for one hears that it came to nothing
 	for name, run := range r.Runs {
 		r.Runs[name] = processRun{Base: run.Base, Start: run.Start}
 	}

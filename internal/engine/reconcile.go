@@ -32,6 +32,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 	for _, id := range slices.SortedFunc(maps.Keys(records), func(a, b string) int {
 		return cmp.Or(records[a].Sandbox.CreatedAt.Compare(records[b].Sandbox.CreatedAt), cmp.Compare(a, b))
 	}) {
+		records[id].recovered()
 		e.add(e.newSandbox(id, records[id]))
 	}
 	alive := func(id string) bool {
