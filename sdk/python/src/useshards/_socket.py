@@ -92,7 +92,7 @@ class AsyncSocket:
 
     def _write_aside(self, frame: bytes) -> None:
         """Sends a control frame without ever waiting: the reader does this."""
-        self._start(frame)
+        _ = self._start(frame)
 
     def _start(self, frame: bytes) -> asyncio.Task[None]:
         task = asyncio.create_task(self._write(frame))
