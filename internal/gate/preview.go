@@ -219,10 +219,8 @@ func (p *preview) admit(w http.ResponseWriter, r *http.Request, c *conn) (v *vis
 	}
 	key := p.gate.bearer(r.Header.Values("Authorization"))
 	v.keyed = p.gate.holdsKey(r)
-	link, refusal := p.linkOf(r, v)
+	link := p.linkOf(r, v)
 	switch {
-	case refusal != nil:
-		return nil, false, refusal
 	case link != nil:
 		// The cookie goes along with whatever any page makes the browser send.
 		if !p.ownPage(r, v) {
@@ -273,11 +271,8 @@ func (p *preview) enter(w http.ResponseWriter, r *http.Request, v *visit, signed
 	if err != nil {
 		return needsLink(v)
 	}
-	switch ok, err := p.fits(r.Context(), link, v); {
-	case err != nil:
-		return pageOf(err, v)
-	case !ok:
-		return &page{status: http.StatusForbidden, title: "This link is for another address", text: "It opens the one port of the one sandbox that it was made for."}
+	if !v.fits(link) {
+		return &page{status: http.StatusForbidden, title: "This link is for another address", text: "It opens the one port of the one sandbox that it was made for, at the address with the sandbox's id."}
 	}
 	cookie := &http.Cookie{Name: p.cookieName(), Value: signed, Path: "/", HttpOnly: true, Secure: p.origin.Scheme == "https", SameSite: http.SameSiteLaxMode,
 		Expires: link.Expires}
@@ -295,39 +290,20 @@ func (p *preview) enter(w http.ResponseWriter, r *http.Request, v *visit, signed
 }
 
 // linkOf is the link in the request's cookies that opens this address, nil when there is none. Another host could plant
-// cookies of our name in plain HTTP, so each is tried, up to a few.
-func (p *preview) linkOf(r *http.Request, v *visit) (*token.Link, *page) {
-	tried := 0
+// cookies of our name in plain HTTP, so each is tried; the bound of a head bounds them.
+func (p *preview) linkOf(r *http.Request, v *visit) *token.Link {
 	for _, cookie := range r.CookiesNamed(p.cookieName()) {
-		if tried++; tried > 8 {
-			break
-		}
-		link, err := p.gate.book.CheckLink(cookie.Value)
-		if err != nil {
-			continue
-		}
-		switch ok, err := p.fits(r.Context(), link, v); {
-		case err != nil:
-			return nil, pageOf(err, v)
-		case ok:
+		if link, err := p.gate.book.CheckLink(cookie.Value); err == nil && v.fits(link) {
 			v.sandbox = link.Sandbox
-			return link, nil
+			return link
 		}
 	}
-	return nil, nil
+	return nil
 }
 
-// fits says whether a link is for the address that is visited, whose host may say the sandbox's name.
-func (p *preview) fits(ctx context.Context, link *token.Link, v *visit) (bool, error) {
-	if link.Port != v.port || link.Sandbox == v.ref || shard.IsID(v.ref) {
-		return link.Port == v.port && link.Sandbox == v.ref, nil
-	}
-	sb, err := p.lookUp(ctx, v.ref)
-	if err != nil {
-		return false, err
-	}
-	return sb.ID == link.Sandbox, nil
-}
+// fits says whether a link is for the address that is visited. Not by the sandbox's name: what a page leaves in a browser, a
+// service worker above all, would be there when another sandbox has the name.
+func (v *visit) fits(link *token.Link) bool { return link.Port == v.port && link.Sandbox == v.ref }
 
 // cookieName is that of the cookie that holds a link. With TLS its name makes browsers take it from this host alone.
 func (p *preview) cookieName() string {
@@ -344,9 +320,11 @@ func (p *preview) address(ref string, port int) string {
 
 // ownPage says whether the request comes from a page of this sandbox, or from no page, or just leads a person here.
 func (p *preview) ownPage(r *http.Request, v *visit) bool {
-	from := r.Header.Values("Origin")
+	from, site := r.Header.Values("Origin"), r.Header.Get("Sec-Fetch-Site")
+	if len(from) == 1 && from[0] == "null" && site == "same-origin" {
+		return true // a form on a page that wants no referrer
+	}
 	if len(from) == 0 {
-		site := r.Header.Get("Sec-Fetch-Site")
 		if site == "" { // over plain HTTP browsers do not say
 			u, err := url.Parse(r.Header.Get("Referer"))
 			if err != nil || !p.owns(u.Host) {

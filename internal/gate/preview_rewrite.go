@@ -45,20 +45,23 @@ func (p *preview) localOrigin(text string, v *visit) (out string, ok bool) {
 
 // previewOrigin translates a URL on the sandbox's own localhost to where the browser finds that.
 func (p *preview) previewOrigin(text string, v *visit) (out string, ok bool) {
-	scheme, rest, found := strings.Cut(text, "://")
-	if !found || scheme != "http" && scheme != "https" {
+	scheme, rest, found := strings.Cut(text, "//")
+	if scheme = strings.ToLower(scheme); !found || scheme != "" && scheme != "http:" && scheme != "https:" {
 		return "", false
 	}
 	end := strings.IndexAny(rest, "/?#")
 	if end < 0 {
 		end = len(rest)
 	}
-	host, digits := rest[:end], map[string]string{"http": "80", "https": "443"}[scheme]
+	host, digits := rest[:end], "80" // as the program sees its own address, in plain HTTP
+	if scheme == "https:" {
+		digits = "443"
+	}
 	if h, d, err := net.SplitHostPort(host); err == nil {
 		host, digits = h, d
 	}
 	switch strings.ToLower(host) {
-	case "localhost", "127.0.0.1", "0.0.0.0", "::1":
+	case "localhost", "127.0.0.1", "0.0.0.0", "::1", "[::1]":
 	default:
 		return "", false
 	}

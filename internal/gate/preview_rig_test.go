@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/coder/websocket"
 
@@ -145,6 +146,12 @@ func (r *previewRig) program(w http.ResponseWriter, req *http.Request) {
 				return
 			}
 		}
+	case "/file":
+		http.ServeContent(w, req, "file.txt", time.Time{}, strings.NewReader("0123456789"))
+	case "/zip":
+		w.Header().Set("Content-Encoding", req.Header.Get("Accept-Encoding"))
+		w.Header().Set("Content-Security-Policy", "frame-ancestors 'self'")
+		_, _ = w.Write(zipped)
 	case "/big":
 		_, _ = io.CopyN(w, zeroes{}, 32<<20)
 	case "/cut":
@@ -156,6 +163,9 @@ func (r *previewRig) program(w http.ResponseWriter, req *http.Request) {
 		_ = json.NewEncoder(w).Encode(saw{req.Method, req.Host, req.RequestURI, req.Header, n})
 	}
 }
+
+// zipped stands for an answer that only its reader can take apart.
+var zipped = []byte{0x1f, 0x8b, 0x08, 0, 0xff, 0xfe}
 
 type zeroes struct{}
 

@@ -62,10 +62,6 @@ func TestPreviewLink(t *testing.T) {
 	if n := r.dials.Load(); n != 1 {
 		t.Errorf("three requests dialled %d times", n)
 	}
-	byName := r.at("3000-web") + "/"
-	if resp, body := r.get(b, "GET", byName, cookie); resp.StatusCode != 200 {
-		t.Errorf("by name: %d %s", resp.StatusCode, body)
-	}
 	signed := strings.TrimPrefix(cookie, "Cookie: __Host-shard-preview=")
 	forged := signed[:len(signed)-4] + "AAAA"
 	elsewhere := strings.Replace(signed, web, other, 1)
@@ -78,12 +74,15 @@ func TestPreviewLink(t *testing.T) {
 		"no sandbox":               {r.at("3000-calm-crane-0003"), nil, 401},
 		"another port":             {r.at("3001-" + web), []string{cookie}, 401},
 		"another sandbox":          {r.at("3000-" + other), []string{cookie}, 401},
-		"a prefix of the id":       {r.at("3000-amber-otter"), []string{cookie}, 404},
+		"the sandbox's name":       {r.at("3000-web"), []string{cookie}, 401},
+		"a prefix of the id":       {r.at("3000-amber-otter"), []string{cookie}, 401},
 		"a forged signature":       {r.at("3000-" + web), []string{"Cookie: __Host-shard-preview=" + forged}, 401},
 		"a changed sandbox":        {r.at("3000-" + other), []string{"Cookie: __Host-shard-preview=" + elsewhere}, 401},
 		"the plain cookie's name":  {r.at("3000-" + web), []string{"Cookie: shard-preview=" + signed}, 401},
 		"a planted cookie besides": {r.at("3000-" + web), []string{"Cookie: __Host-shard-preview=x; a=b", cookie}, 200},
 		"a link to another port":   {r.at("3001-"+web) + "/?shard-link=" + signed, nil, 403},
+		"a link by name":           {r.at("3000-web") + "/?shard-link=" + signed, nil, 403},
+		"many planted cookies":     {r.at("3000-" + web), []string{"Cookie: " + strings.Repeat("__Host-shard-preview="+elsewhere+"; ", 150) + "a=b", cookie}, 200},
 		"a link elsewhere":         {r.at("3000-"+other) + "/?shard-link=" + signed, nil, 403},
 		"a forged link":            {r.at("3000-"+web) + "/?shard-link=" + forged, nil, 401},
 		"two links":                {r.at("3000-"+web) + "/?shard-link=" + signed + "&shard-link=" + forged, nil, 401},
@@ -251,6 +250,9 @@ func TestPreviewPages(t *testing.T) {
 		{[]string{"Origin: " + sibling}, 200, "http://localhost:8000"},
 		{[]string{"Origin: " + neighbour}, 403, ""},
 		{[]string{"Origin: null"}, 403, ""},
+		{[]string{"Origin: null", "Sec-Fetch-Site: same-origin"}, 200, "null"},
+		{[]string{"Origin: null", "Sec-Fetch-Site: same-site"}, 403, ""},
+		{[]string{"Origin: null", "Origin: null", "Sec-Fetch-Site: same-origin"}, 403, ""},
 		{[]string{"Origin: https://app.test"}, 403, ""},
 		{[]string{"Origin: " + strings.Replace(own, "https", "http", 1)}, 403, ""},
 		{[]string{"Origin: " + strings.TrimSuffix(own, r.port()) + "1"}, 403, ""},
@@ -285,6 +287,7 @@ func TestPreviewPages(t *testing.T) {
 	}
 	// The way back.
 	for to, want := range map[string]string{"http://localhost:3000/x?y#z": own + "/x?y#z", "http://127.0.0.1:8000": sibling, "https://localhost/": r.at("443-"+web) + "/", "/relative": "/relative",
+		"//localhost:3000/x": own + "/x", "HTTP://LOCALHOST:3000": own, "http://[::1]/": r.at("80-"+web) + "/", "http://[::1]:3000/": own + "/", "//example.com/": "//example.com/", "/a//localhost:3000": "/a//localhost:3000",
 		"https://example.com/localhost:3000": "https://example.com/localhost:3000", "http://localhost.example.com:3000/": "http://localhost.example.com:3000/"} {
 		resp, _ := r.get(r.browser(), "GET", own+"/redirect?to="+url.QueryEscape(to), cookie, "Origin: "+sibling)
 		if got := resp.Header.Get("Location"); got != want || resp.Header.Get("Access-Control-Allow-Origin") != sibling {
@@ -378,6 +381,7 @@ func TestPreviewSmuggling(t *testing.T) {
 		"GET / HTTP/1.1\r\n" + lines + "X: a\nEvil: b\r\n\r\n",
 		"GET / HTTP/1.1\r\n" + lines + "X: a\r\n folded\r\n\r\n",
 		"GET / HTTP/1.1\r\n" + lines + "\r\nGET /x HTTP/1.1\r\n" + lines + "\r\n",
+		"GET / HTTP/1.1\r\n" + lines + "Host: localhost\r\n\r\n", "GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + "\r\n",
 		"GET /\x00 HTTP/1.1\r\n" + lines + "\r\n", "GET /a b HTTP/1.1\r\n" + lines + "\r\n", "GET / HTTP/1.0\r\n" + lines + "\r\n", "GET https://" + label + "/ HTTP/1.1\r\n" + lines + "\r\n",
 	} {
 		if got := r.raw(r.tls(label), text); got == nil || got.status != 400 {
@@ -408,6 +412,41 @@ func TestPreviewSmuggling(t *testing.T) {
 			t.Errorf("later, %q: %v %v", text, resp, err)
 		}
 		conn.Close()
+	}
+}
+
+// TestPreviewBodies: answers are passed on as the program gave them, parts and compressed ones too, and uploads when they are taken.
+func TestPreviewBodies(t *testing.T) {
+	r := newPreviewRig(t, Options{})
+	l, _ := r.link(r.mint(0, "port:write"), "web", "3000", "")
+	cookie := "Cookie: " + r.cookie(l.URL)
+	resp, body := r.get(r.browser(), "GET", r.at("3000-"+web)+"/file", cookie, "Range: bytes=2-4")
+	if resp.StatusCode != 206 || body != "234" || resp.Header.Get("Content-Range") != "bytes 2-4/10" {
+		t.Errorf("a part: %d %s %v", resp.StatusCode, body, resp.Header)
+	}
+	resp, body = r.get(r.browser(), "GET", r.at("3000-"+web)+"/zip", cookie, "Accept-Encoding: gzip, br, zstd")
+	if body != string(zipped) || resp.Header.Get("Content-Encoding") != "gzip, br, zstd" || resp.Header.Get("Content-Security-Policy") != "frame-ancestors 'self'" {
+		t.Errorf("a compressed answer: %q %v", body, resp.Header)
+	}
+	// A client that waits for a word before it sends a body gets one.
+	conn := r.tls("3000-" + web + ".preview.test")
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Now().Add(wait))
+	br := bufio.NewReader(conn)
+	fmt.Fprintf(conn, "POST / HTTP/1.1\r\nHost: 3000-%s.preview.test\r\n%s\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n", web, cookie)
+	if line, err := br.ReadString('\n'); err != nil || !strings.HasPrefix(line, "HTTP/1.1 100 ") {
+		t.Fatalf("it waits for %q, %v", line, err)
+	}
+	_, _ = br.ReadString('\n')
+	_, _ = io.WriteString(conn, "hello")
+	resp, err := http.ReadResponse(br, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	var s saw
+	if err := json.NewDecoder(resp.Body).Decode(&s); err != nil || s.Body != 5 || s.Header["Expect"] != nil {
+		t.Errorf("%v %+v", err, s)
 	}
 }
 
