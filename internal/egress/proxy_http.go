@@ -72,7 +72,8 @@ func (p *Proxy) server(port uint16) *http.Server {
 			}
 			return context.WithValue(ctx, guestKey{}, c)
 		},
-		ReadHeaderTimeout: headTime,
+		ReadHeaderTimeout:            headTime,
+		DisableGeneralOptionsHandler: true, // OPTIONS * is the host's to answer
 		// Neither bodies nor answers have a time: streams last as long as both sides want. A side that is gone or takes
 		// nothing is found by the kernel (tune).
 		IdleTimeout:    idleTime,
@@ -122,6 +123,9 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 		return
 	case !ok:
 		answer(w, refusal{status: 400, reason: "the request does not name a host at this port"}, r.Host, port)
+		return
+	case r.URL.Opaque != "": // http:http://other.example/ would go on as a URL, which names a host of its own
+		answer(w, refusal{status: 400, reason: "the request asks for what is neither a path nor a URL with a host"}, label, port)
 		return
 	case r.TLS != nil && !names(r.TLS, host):
 		answer(w, refusal{status: 400, reason: "the request names another host than its TLS connection does"}, r.Host, port)

@@ -10,10 +10,14 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/policy"
@@ -149,6 +153,17 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 		"CONNECT evil.test:443 HTTP/1.1\r\nHost: evil.test:443\r\n\r\n",
 		"GET / HTTP/3.0\r\nHost: good.test\r\n\r\n",
 		"this is no request at all\r\n\r\n",
+		"GET http:http://evil.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n",
+		"GET http:evil.test:80 HTTP/1.1\r\nHost: good.test\r\n\r\n",
+		"GET mailto:evil.test HTTP/1.1\r\nHost: good.test\r\n\r\n",
+		"OPTIONS * HTTP/1.1\r\nHost: evil.test\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nContent-Length: +5\r\n\r\nhello",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: \x0bchunked\r\nContent-Length: 5\r\n\r\nhello",
+		"POST / HTTP/1.1\r\nHost: good.test\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: good.test\r\nX: a\rHost: evil.test\r\n\r\n",
+		"GET / HTTP/1.1\r\n Host: good.test\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: \x1b[31mgood.test\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: [fe80::1%25lo]\r\n\r\n",
 	} {
 		c := b.raw(80)
 		_, _ = io.WriteString(c, request)
@@ -158,6 +173,17 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 		}
 		_ = c.Close()
 	}
+	for _, path := range []string{"http:http://evil.test/", "http:evil.test", "//evil.test", "http://evil.test/"} {
+		if status := asked2(t, b.raw(80), [2]string{":method", "GET"}, [2]string{":scheme", "http"}, [2]string{":authority", "good.test"}, [2]string{":path", path}); status == "200" {
+			mu.Lock()
+			last := seen[len(seen)-1]
+			seen = seen[:len(seen)-1]
+			mu.Unlock()
+			if !strings.HasPrefix(last, "GET good.test/") {
+				t.Errorf("%s over HTTP/2: the host saw %q", path, last)
+			}
+		}
+	}
 	// An upgrade to HTTP/2 would carry requests past the judge: it is not passed on.
 	c := b.raw(80)
 	_, _ = io.WriteString(c, "GET /up HTTP/1.1\r\nHost: good.test\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n\r\n")
@@ -165,10 +191,45 @@ func TestWhatCannotBeReadInOneWayIsRefused(t *testing.T) {
 	if err != nil || resp.StatusCode != 200 {
 		t.Errorf("upgrade: %v %v", resp, err)
 	}
+	c = b.raw(80)
+	_, _ = io.WriteString(c, "OPTIONS * HTTP/1.1\r\nHost: good.test\r\n\r\n")
+	if resp, err := http.ReadResponse(bufio.NewReader(c), nil); err != nil || resp.StatusCode != 200 {
+		t.Errorf("options: %v %v", resp, err)
+	}
 	mu.Lock()
 	defer mu.Unlock()
-	if len(seen) != 1 || seen[0] != "GET good.test/up " {
+	if !slices.Equal(seen, []string{"GET good.test/up "}) {
 		t.Errorf("the host saw %q", seen)
+	}
+}
+
+// asked2 is the status of a request over HTTP/2 with these fields and no others, or how it ended otherwise.
+func asked2(t testing.TB, c net.Conn, fields ...[2]string) string {
+	t.Helper()
+	defer c.Close()
+	_, _ = io.WriteString(c, http2.ClientPreface)
+	f := http2.NewFramer(c, c)
+	f.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+	var head bytes.Buffer
+	enc := hpack.NewEncoder(&head)
+	for _, h := range fields {
+		_ = enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+	}
+	_ = f.WriteSettings()
+	_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndStream: true, EndHeaders: true})
+	for {
+		frame, err := f.ReadFrame()
+		if err != nil {
+			return err.Error()
+		}
+		switch frame := frame.(type) {
+		case *http2.MetaHeadersFrame:
+			return frame.PseudoValue("status")
+		case *http2.RSTStreamFrame:
+			return frame.ErrCode.String()
+		case *http2.GoAwayFrame:
+			return frame.ErrCode.String()
+		}
 	}
 }
 
