@@ -111,10 +111,20 @@ func TestSecretClients(t *testing.T) {
 			echo "machine $host login user password $API_TOKEN" >/etc/apt/auth.conf.d/lab.conf
 			apt-get -qq -o APT::Sandbox::User=root update; apt-get -qq -o APT::Sandbox::User=root download lab-package; cat lab-package_1.0_all.deb`,
 			"nobody who only downloads it looks into it", func(password string) string { return basicLogin("user", password) })
-		t.Run("Rust", func(t *testing.T) {
-			if why := d.Shard("exec", id, "cat", testenv.NoRust); why.Code == 0 {
-				t.Skipf("no Rust in the image of clients: %s", why.Stdout)
+		has := func(t *testing.T, what string) {
+			t.Helper()
+			if why := d.Shard("exec", id, "cat", testenv.Missing+what); why.Code == 0 {
+				t.Skipf("not in the image of clients: %s: %s", what, why.Stdout)
 			}
+		}
+		t.Run("PyPI", func(t *testing.T) { // with a list of authorities of their own
+			has(t, "pypi")
+			for _, name := range []string{"requests", "httpx"} {
+				trusts(t, name, "export PYTHONPATH="+testenv.PyPI+`; python3 -c 'import certifi, `+name+`; assert all("/pypi/" in m.__file__ for m in (certifi, `+name+`))'`)
+			}
+		})
+		t.Run("Rust", func(t *testing.T) {
+			has(t, "rust")
 			trusts(t, "rust", ":")
 			distrusts(t, "get-rust --built-in")
 			manager(t, testenv.LabCargo, `mkdir src; touch src/lib.rs; export CARGO_REGISTRIES_LAB_INDEX=sparse+https://$host/index/ CARGO_REGISTRIES_LAB_TOKEN=$API_TOKEN

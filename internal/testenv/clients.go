@@ -21,11 +21,15 @@ import (
 const ClientsRef = "local/clients:latest"
 
 // ClientNames are the programs get-NAME of the image of clients. `get-NAME URL ["HEADER: VALUE"]` prints what the URL answers,
-// and fails where that is no success or nothing. get-rust is there too where Rust is on this host: see NoRust.
+// and fails where that is no success or nothing. get-rust is there too where Rust is on this host: see Missing.
 var ClientNames = []string{"curl", "wget", "urllib", "requests", "httpx", "node", "go", "java"}
 
-// NoRust is the file in the image of clients that says why it has neither get-rust nor cargo. Else it is not there.
-const NoRust = "/usr/local/lib/no-rust"
+// Missing with "rust" or "pypi" behind it is a file in the image of clients that says why it lacks get-rust and cargo, or the
+// Python packages in PyPI. Else it is not there.
+const Missing = "/usr/local/lib/no-"
+
+// PyPI is where the image of clients has requests and httpx as they come from their registry, beside the distribution's.
+const PyPI = "/usr/local/lib/pypi"
 
 // LookupNames are the programs lookup-NAME of the image of clients: each the resolver of another C library, or Go's. See
 // testdata/clients/lookup.c.
@@ -121,13 +125,20 @@ func buildClients() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// The cargo behind rustup's, which needs no library of this distribution's. What it builds is kept in build/.
-	err = script(`cargo=$(rustup which cargo 2>/dev/null || command -v cargo) || { echo "there is no cargo on this host" >&2; exit 1; }
-		cp "$cargo" "$2/usr/local/bin/cargo"; rm -rf rust/src; mkdir -p rust; cp -rp "$1/rust/." rust; cd rust
-		cargo build -q --target-dir target >&2; strip -o "$2/usr/local/bin/get-rust" target/debug/get-rust`)
-	if err != nil {
-		if err := os.WriteFile(filepath.Join(files, NoRust), []byte(err.Error()), 0o644); err != nil {
-			return "", err
+	for what, body := range map[string]string{
+		// The cargo behind rustup's, which needs no library of this distribution's. What it builds is kept in build/.
+		"rust": `cargo=$(rustup which cargo 2>/dev/null || command -v cargo) || { echo "there is no cargo on this host" >&2; exit 1; }
+			cp "$cargo" "$2/usr/local/bin/cargo"; rm -rf rust/src; mkdir -p rust; cp -rp "$1/rust/." rust; cd rust
+			cargo build -q --target-dir target >&2; strip -o "$2/usr/local/bin/get-rust" target/debug/get-rust`,
+		"pypi": `p=pypi-requests-2.32.5-httpx-0.28.1
+			[ -d $p ] || { rm -rf new; python3 -m pip install -q --disable-pip-version-check --root-user-action=ignore --no-compile --target new \
+				--platform any --only-binary=:all: --implementation py --abi none --python-version 3.11 requests==2.32.5 httpx==0.28.1 >&2; mv new $p; }
+			cp -r $p "$2` + PyPI + `"`,
+	} {
+		if err := script(body); err != nil {
+			if err := os.WriteFile(filepath.Join(files, Missing+what), []byte(err.Error()), 0o644); err != nil {
+				return "", err
+			}
 		}
 	}
 	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
