@@ -78,11 +78,9 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// Errorf makes an Error whose text is public. A trailing %w keeps its operand as the cause AND shows it:
-// use it only for causes that are themselves public.
+// Errorf makes an Error whose text is public, and which has no cause: Wrap keeps one.
 func Errorf(code Code, format string, args ...any) *Error {
-	err := fmt.Errorf(format, args...)
-	return &Error{Code: code, Message: err.Error(), Err: nil}
+	return &Error{Code: code, Message: fmt.Errorf(format, args...).Error()}
 }
 
 // Wrap makes an Error with a public text and a private cause.

@@ -203,7 +203,7 @@ func openSecrets(o Options) (*secret.Store, error) {
 	if file != "" {
 		var err error
 		if key, err = secret.ReadKey(file); err != nil {
-			return nil, shard.Errorf(shard.CodeInvalidRequest, "%w", err)
+			return nil, shard.Invalidf("%v", err)
 		}
 	}
 	return secret.Open(filepath.Join(o.Root, "secrets"), key, o.Log)
