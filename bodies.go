@@ -141,6 +141,16 @@ type PrunedImages struct {
 	Warnings []string `json:"warnings"`
 }
 
+// The first byte of a message on the stream of a command or a process says what the rest is.
+const (
+	FrameStdin       = 0x00 // input, of any length; from the client
+	FrameStdout      = 0x01
+	FrameStderr      = 0x02
+	FrameExit        = 0x03 // the end: an ExitMessage, a Process or a LogEnd
+	FrameStdinClosed = 0x04 // the end of input; from the client
+	FrameError       = 0x05 // the end for another reason: an ErrorBody
+)
+
 // ExitMessage is the closing message of an attached command (after the byte 0x03). Error says why it never started.
 type ExitMessage struct {
 	ExitStatus

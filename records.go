@@ -225,6 +225,9 @@ type Image struct {
 	Broken    string    `json:"broken,omitempty"`
 }
 
+// StatHeader carries the FileEntry of the path, without its name, in answers of the routes of files and archives.
+const StatHeader = "X-Shard-Stat"
+
 // FileEntry describes one path in a sandbox: type is file, dir, symlink or other; mode holds the low twelve bits.
 // A name that is not UTF-8 cannot stand in JSON: Name then shows U+FFFD for the odd bytes and NameBytes (base64 in JSON)
 // holds the real ones, by which the entry can be addressed.

@@ -13,6 +13,12 @@ var sizePattern = sync.OnceValue(func() *regexp.Regexp {
 
 var units = map[string]int64{"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
+// The highest bounds of a sandbox, in MiB, whatever its host and provider have.
+const (
+	MaxMemoryMiB = 16 << 20
+	MaxDiskMiB   = 16<<20 - 128
+)
+
 // ParseSize reads a size such as 512MiB or 2GB and returns it in MiB, rounded up; "0" is 0.
 func ParseSize(s string) (mib int64, err error) {
 	if s == "0" {

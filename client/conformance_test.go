@@ -150,7 +150,7 @@ func TestConformanceErrors(t *testing.T) {
 	}
 	for i, v := range all.Streams {
 		t.Run(fmt.Sprintf("stream %d: %d", i, v.Status), func(t *testing.T) {
-			_, err := copyRaw(t, serverFrame(append([]byte{frameError}, v.Body...)))
+			_, err := copyRaw(t, serverFrame(append([]byte{shard.FrameError}, v.Body...)))
 			v.check(t, err)
 			if got := shard.CodeOf(err).Status(); v.Status != 0 && got != v.Status {
 				t.Errorf("the code means %d, want %d", got, v.Status)

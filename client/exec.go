@@ -16,16 +16,6 @@ import (
 	"github.com/useshards/shard"
 )
 
-// The first byte of a stream's message says what the rest is.
-const (
-	frameStdin       = 0x00
-	frameStdout      = 0x01
-	frameStderr      = 0x02
-	frameExit        = 0x03
-	frameStdinClosed = 0x04
-	frameError       = 0x05
-)
-
 const (
 	// maxMessage is the longest message that is accepted, in bytes; the daemon sends at most 1 MiB and one byte.
 	maxMessage = 4 << 20
@@ -154,15 +144,15 @@ func (s *Stream) Copy(stdout, stderr io.Writer) (*shard.ExitMessage, error) {
 			return nil, s.broken(err)
 		}
 		switch frame := buf[0]; frame {
-		case frameStdout, frameStderr:
+		case shard.FrameStdout, shard.FrameStderr:
 			w := stdout
-			if frame == frameStderr {
+			if frame == shard.FrameStderr {
 				w = stderr
 			}
 			if err := s.pass(w, r, buf, n, err); err != nil {
 				return nil, err
 			}
-		case frameExit, frameError:
+		case shard.FrameExit, shard.FrameError:
 			raw := append([]byte(nil), buf[1:n]...)
 			rest, err := io.ReadAll(r)
 			if err != nil {
@@ -198,7 +188,7 @@ func last[T any](s *Stream, frame byte, raw []byte) (*T, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, closeWait)
 	_, _, _ = s.conn.Read(ctx) // answers the close frame
 	cancel()
-	if frame == frameError {
+	if frame == shard.FrameError {
 		var body shard.ErrorBody
 		if err := json.Unmarshal(raw, &body); err != nil {
 			return nil, fmt.Errorf("read the stream's error message: %w", err)
@@ -236,7 +226,7 @@ func (s *Stream) Write(p []byte) (int, error) {
 	}
 	sent := 0
 	for sent < len(p) {
-		s.buf[0] = frameStdin
+		s.buf[0] = shard.FrameStdin
 		n := copy(s.buf[1:], p[sent:])
 		if err := s.conn.Write(s.ctx, websocket.MessageBinary, s.buf[:1+n]); err != nil {
 			return sent, s.broken(err)
@@ -250,7 +240,7 @@ func (s *Stream) Write(p []byte) (int, error) {
 func (s *Stream) CloseStdin() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.conn.Write(s.ctx, websocket.MessageBinary, []byte{frameStdinClosed}); err != nil {
+	if err := s.conn.Write(s.ctx, websocket.MessageBinary, []byte{shard.FrameStdinClosed}); err != nil {
 		return s.broken(err)
 	}
 	return nil

@@ -12,9 +12,6 @@ import (
 	"github.com/useshards/shard"
 )
 
-// statHeader carries the FileEntry of the path in answers of the file and archive routes.
-const statHeader = "X-Shard-Stat"
-
 // WriteOptions says how a file or directory is made. The zero value: the daemon's default mode (0644 for a file, 0755
 // for a directory), the sandbox's user, and no missing parents made.
 type WriteOptions struct {
@@ -79,8 +76,8 @@ func (c *Client) Stat(ctx context.Context, ref, path string) (*shard.FileEntry, 
 
 func statOf(resp *http.Response) (*shard.FileEntry, error) {
 	var e shard.FileEntry
-	if err := json.Unmarshal([]byte(resp.Header.Get(statHeader)), &e); err != nil {
-		return nil, fmt.Errorf("read the %s header of the daemon's answer: %w", statHeader, err)
+	if err := json.Unmarshal([]byte(resp.Header.Get(shard.StatHeader)), &e); err != nil {
+		return nil, fmt.Errorf("read the %s header of the daemon's answer: %w", shard.StatHeader, err)
 	}
 	return &e, nil
 }

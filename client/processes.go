@@ -84,11 +84,11 @@ func (p *ProcessStream) Copy(w io.Writer) (*shard.Process, error) {
 			return nil, errors.New("the daemon sent what is no message of a process's stream")
 		}
 		switch message[0] {
-		case frameStdout:
+		case shard.FrameStdout:
 			if _, err := w.Write(message[1:]); err != nil {
 				return nil, &WriteError{Err: err}
 			}
-		case frameExit, frameError:
+		case shard.FrameExit, shard.FrameError:
 			return last[shard.Process](p.s, message[0], message[1:])
 		default:
 			return nil, fmt.Errorf("the daemon sent a message of unknown kind %#x on a process's stream", message[0])

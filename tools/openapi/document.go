@@ -148,7 +148,7 @@ func (d *description) responses(r *shard.Route, op *operation) (object, error) {
 	success := object{"description": op.summary + "."}
 	headers := object{"X-Request-Id": object{"$ref": "#/components/headers/X-Request-Id"}}
 	if op.stat {
-		headers["X-Shard-Stat"] = object{"description": "A JSON FileEntry without a name.", "schema": object{"type": "string"}}
+		headers[shard.StatHeader] = object{"description": "A JSON FileEntry without a name.", "schema": object{"type": "string"}}
 		if _, err := d.schemas.of(of[shard.FileEntry]()); err != nil {
 			return nil, err
 		}

@@ -91,7 +91,7 @@ func operationText(w *bytes.Buffer, r *shard.Route, op *operation) {
 		fmt.Fprintf(w, ", %s", strings.Join(answers, "; or "))
 	}
 	if op.stat {
-		fmt.Fprintf(w, ", `X-Shard-Stat`: a %s as JSON", link("FileEntry"))
+		fmt.Fprintf(w, ", `%s`: a %s as JSON", shard.StatHeader, link("FileEntry"))
 	}
 	fmt.Fprint(w, "\n")
 	if op.stream != "" {

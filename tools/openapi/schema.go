@@ -87,10 +87,10 @@ var facts = map[string]object{
 	"MkdirRequest.Mode":          {"pattern": "^[0-7]*$"},
 	"ExecRequest.Command":        {"minItems": 1},
 	"RunRequest.Command":         {"minItems": 1},
-	"ResourcesRequest.MemoryMiB": {"minimum": 0, "maximum": 16777216},
+	"ResourcesRequest.MemoryMiB": {"minimum": 0, "maximum": shard.MaxMemoryMiB},
 	"ResourcesRequest.VCPUs":     {"minimum": 0},
-	"ResourcesRequest.DiskMiB":   {"minimum": 0, "maximum": 16777088},
-	"ResourcesRequest.SwapMiB":   {"minimum": 0, "maximum": 16777088},
+	"ResourcesRequest.DiskMiB":   {"minimum": 0, "maximum": shard.MaxDiskMiB},
+	"ResourcesRequest.SwapMiB":   {"minimum": 0, "maximum": shard.MaxDiskMiB},
 	"LogEnd.Reason":              {"enum": []any{"ended", "stopped", "removed"}},
 }
 
