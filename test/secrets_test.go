@@ -389,7 +389,7 @@ func TestSecretCommand(t *testing.T) {
 		t.Errorf("half a surrogate pair: %d %s", a.Status, a.Body)
 	}
 	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "--dest", "*.co.uk", "WIDE"), "too wide")
-	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "NEW"), "destinations")
+	refused(t, d.Feed(strings.NewReader("value"), "secret", "set", "NEW"), "--dest")
 	refused(t, d.Shard("secret", "remove", "NOBODY"), "no secret")
 	if page := call(t, d, "GET", "/v0/secrets?limit=1", nil); !strings.Contains(string(page.Body), `"next":"`) {
 		t.Errorf("%s", page.Body)
