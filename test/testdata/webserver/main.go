@@ -1,4 +1,4 @@
-// Command webserver is the HTTP server in the sandbox that the tests of previews talk to.
+// Command webserver is the HTTP server in the sandbox that the tests of previews talk to: webserver ADDRESS [NAME].
 package main
 
 import (
@@ -12,11 +12,16 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"sync/atomic"
 
 	"github.com/coder/websocket"
 )
 
 func main() {
+	name := ""
+	if len(os.Args) > 2 {
+		name = os.Args[2]
+	}
 	http.HandleFunc("/saw", func(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(map[string]any{"host": r.Host, "uri": r.RequestURI, "header": r.Header, "remote": r.RemoteAddr})
 	})
@@ -50,6 +55,26 @@ func main() {
 			}
 		}
 	})
+	// The page of a sandbox and its service worker, which answers for the page from then on and remembers where it was asked for.
+	http.HandleFunc("/page", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/html")
+		w.Header().Set("Referrer-Policy", "no-referrer")
+		fmt.Fprintf(w, `<!doctype html><title>page</title><p>page of %s, %s</p><form method="post" action="/page?sent"><button>send</button></form>`, name, r.Method)
+	})
+	http.HandleFunc("/sw.js", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/javascript")
+		fmt.Fprintf(w, `self.addEventListener('activate', e => e.waitUntil(clients.claim()))
+self.addEventListener('fetch', e => { if (e.request.mode == 'navigate') e.respondWith(new Response('worker of %s', {headers: {'Content-Type': 'text/html'}})) })`, name)
+	})
+	// Pages of other origins may read this one, with credentials.
+	http.HandleFunc("/shared", func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Access-Control-Allow-Origin", r.Header.Get("Origin"))
+		w.Header().Set("Access-Control-Allow-Credentials", "true")
+		fmt.Fprint(w, "shared with ", r.Header.Get("Origin"))
+	})
+	var hits atomic.Int64
+	http.HandleFunc("/hit", func(http.ResponseWriter, *http.Request) { hits.Add(1) })
+	http.HandleFunc("/hits", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, hits.Load()) })
 	fmt.Fprintln(os.Stderr, http.ListenAndServe(os.Args[1], nil)) //nolint:gosec // only the tests talk to it
 	os.Exit(1)
 }
