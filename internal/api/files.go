@@ -71,12 +71,17 @@ func (p patient) Read(b []byte) (int, error) {
 	return p.upload.Read(b)
 }
 
-// stream answers with the bytes of r, of which the client must take some every minute. A fault cuts the connection, so
-// that what the client has never looks whole.
+// stream answers with the bytes of r, of which the client must take some every minute. A fault before the first of them is the
+// answer; a later one cuts the connection, so that what the client has never looks whole.
 func (c *call) stream(media string, entry shard.FileEntry, r io.Reader) error {
 	entry.Name = ""
 	stat, err := json.Marshal(entry)
 	if err != nil {
+		return err
+	}
+	buf := make([]byte, 256<<10)
+	n, err := r.Read(buf)
+	if n == 0 && err != nil && err != io.EOF {
 		return err
 	}
 	c.w.Header().Set("Content-Type", media)
@@ -84,9 +89,7 @@ func (c *call) stream(media string, entry shard.FileEntry, r io.Reader) error {
 	c.sent = true
 	c.w.WriteHeader(200)
 	rc := http.NewResponseController(c.w)
-	buf := make([]byte, 256<<10)
-	for {
-		n, err := r.Read(buf)
+	for ; ; n, err = r.Read(buf) {
 		if n > 0 {
 			_ = rc.SetWriteDeadline(time.Now().Add(idle))
 			if _, err := c.w.Write(buf[:n]); err != nil {

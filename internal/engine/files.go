@@ -54,7 +54,21 @@ func (e *Engine) GetFile(ctx context.Context, ref, path string) (shard.FileEntry
 		return shard.FileEntry{}, nil, err
 	}
 	entry, r, err := guest.Get(ctx, session, path)
-	return entry, r, sb.explain(err)
+	return entry, explained{r, sb}, sb.explain(err)
+}
+
+// explained is a reader of a sandbox whose failures explain themselves.
+type explained struct {
+	io.ReadCloser
+	sb *sandbox
+}
+
+func (e explained) Read(p []byte) (int, error) {
+	n, err := e.ReadCloser.Read(p)
+	if err != nil && err != io.EOF {
+		err = e.sb.explain(err)
+	}
+	return n, err
 }
 
 // StatFile describes a path without following a final link.
@@ -111,5 +125,5 @@ func (e *Engine) GetArchive(ctx context.Context, ref, path string) (shard.FileEn
 		return shard.FileEntry{}, nil, err
 	}
 	entry, r, err := guest.Tar(ctx, session, path)
-	return entry, r, sb.explain(err)
+	return entry, explained{r, sb}, sb.explain(err)
 }
