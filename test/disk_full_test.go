@@ -152,3 +152,83 @@ func full(t *testing.T, d *testenv.Daemon, what string, try func() error) {
 		return err != nil, "it succeeds"
 	})
 }
+
+// TestDescriptorsRunOut: at whichever step a daemon runs out of descriptors, nothing stays half made: what cannot be undone at
+// once is undone later.
+func TestDescriptorsRunOut(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		kept := box(t, d, provider, "--name", "kept")
+		held := d.Leftovers(false)
+		limit := func(soft uint64) (was uint64) {
+			var old unix.Rlimit
+			if err := unix.Prlimit(d.PID(), unix.RLIMIT_NOFILE, nil, &old); err != nil {
+				t.Fatal(err)
+			}
+			if err := unix.Prlimit(d.PID(), unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: soft, Max: old.Max}, nil); err != nil {
+				t.Fatal(err)
+			}
+			return old.Cur
+		}
+		failures := 0
+		for spare := 0; spare < 20; spare += 2 {
+			s, err := c.Create(t.Context(), shard.CreateRequest{Image: image, Name: "down", Provider: provider}, nil)
+			if err == nil {
+				_, err = c.Stop(t.Context(), s.ID)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", d.PID()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			was := limit(uint64(len(open) + spare))
+			for _, try := range []func() error{
+				func() error {
+					_, err := c.Create(t.Context(), shard.CreateRequest{Image: image, Name: "new", Provider: provider}, nil)
+					return err
+				},
+				func() error {
+					_, err := c.Exec(t.Context(), kept, shard.ExecRequest{Command: []string{"true"}})
+					return err
+				},
+				func() error { _, err := c.Start(t.Context(), s.ID); return err },
+				func() error { return c.Remove(t.Context(), s.ID, true) },
+			} {
+				if try() != nil {
+					failures++
+				}
+			}
+			limit(was)
+			for _, name := range []string{"new", "down"} {
+				testenv.Eventually(t, "with descriptors again "+name+" can be removed", func() (bool, string) {
+					err := c.Remove(t.Context(), name, true)
+					return err == nil || shard.CodeOf(err) == shard.CodeNotFound, fmt.Sprint(err)
+				})
+			}
+		}
+		if failures == 0 {
+			t.Error("nothing failed: the limit was not felt")
+		}
+		testenv.Eventually(t, "nothing is left of what failed", func() (bool, string) {
+			list, err := c.AllSandboxes(t.Context(), true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			dirs, err := os.ReadDir(filepath.Join(d.Root, "sandboxes"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			left := d.Leftovers(false)
+			return len(list.Sandboxes) == 1 && len(dirs) == 1 && len(left.Mounts) == len(held.Mounts) && len(left.Loops) == len(held.Loops) &&
+				len(left.Cgroups) == len(held.Cgroups), fmt.Sprintf("%d sandboxes, %d directories\n%s", len(list.Sandboxes), len(dirs), left)
+		})
+		sh(t, d, kept, "true")
+		if err := c.Remove(t.Context(), kept, true); err != nil {
+			t.Error(err)
+		}
+	})
+}

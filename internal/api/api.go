@@ -225,16 +225,27 @@ const (
 // publicError is what a client may see of err.
 func publicError(err error) shard.ErrorDetail {
 	e, ok := errors.AsType[*shard.Error](err)
-	switch {
+	switch short := shortage(err); {
+	case ok && e.Code == shard.CodeInternal && short != "" && !strings.HasSuffix(e.Message, "?"):
+		return shard.ErrorDetail{Code: e.Code, Message: e.Message + ": " + short}
 	case ok:
-	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
-		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "the host's disk is full: make room there, for example by removing sandboxes or images"}
-	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
-		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "the daemon has too many files open: try again later, or raise the limit (LimitNOFILE)"}
+	case short != "":
+		return shard.ErrorDetail{Code: shard.CodeInternal, Message: short}
 	default:
 		return shard.ErrorDetail{Code: shard.CodeInternal, Message: "internal error: the daemon's log says more"}
 	}
 	return shard.ErrorDetail{Code: e.Code, Message: e.Message, Holders: e.Holders, ExitCode: e.ExitCode}
+}
+
+// shortage says what the host lacks, when that is why something failed.
+func shortage(err error) string {
+	switch {
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return "the host's disk is full: make room there, for example by removing sandboxes or images"
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		return "the daemon has too many files open: try again later, or raise its limit"
+	}
+	return ""
 }
 
 // json answers with a status and a body.

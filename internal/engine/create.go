@@ -3,7 +3,6 @@ package engine
 import (
 	"context"
 	"crypto/rand"
-	"errors"
 	"path"
 	"runtime"
 	"slices"
@@ -322,7 +321,7 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	if err = e.ports.claim(&rec.Sandbox, rec.Sandbox.Ports...); err == nil {
 		if err = e.records.Put(id, rec); err != nil {
 			e.ports.free(id)
-			err = shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record: is the host's disk full?")
+			err = shard.Wrap(shard.CodeInternal, err, "could not store the sandbox's record")
 		}
 	}
 	if err == nil {
@@ -335,10 +334,19 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	}
 	e.mu.Unlock()
 	if err != nil {
-		_ = e.records.Delete(id)
+		e.deleteHollow(id)
 		return nil, err
 	}
 	return sb, nil
+}
+
+// deleteHollow deletes what is in the place of a record that could not be stored, now or later.
+func (e *Engine) deleteHollow(id string) {
+	if e.records.Delete(id) != nil {
+		e.mu.Lock()
+		e.hollow = append(e.hollow, id)
+		e.mu.Unlock()
+	}
 }
 
 // runJob pulls the image if it must, and starts the sandbox.
@@ -390,10 +398,12 @@ func (e *Engine) endJob(sb *sandbox, j *job, err error, cached bool) {
 	case e.ctx.Err() != nil:
 		// The daemon goes: the record stays pending, and the next daemon says what became of it.
 	case cached && cancelled == "":
-		e.drop(sb)
 		sb.closePorts() // a change of them that is under way ends first
-		if e := e.deleteFiles(sb); e != nil {
-			err = errors.Join(err, e)
+		if left := e.remove(context.WithoutCancel(e.ctx), sb); left != nil {
+			e.Log.Error("remove what a failed create left: it is tried again", "sandbox", sb.id, "err", left)
+			sb.learn(func(r *record) {
+				r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, reason(err), "remove"
+			})
 		}
 	default:
 		text := reason(err)

@@ -83,6 +83,7 @@ type Engine struct {
 	ids       []string          // sorted
 	warnings  []string          // records that cannot be read, and other damage
 	damaged   map[string]string // id → why its record cannot be read
+	hollow    []string          // ids of creates that were refused, whose directories are still to be deleted
 	ports     portTable
 
 	execs    atomic.Int64 // commands that run, in all sandboxes
@@ -285,7 +286,7 @@ func (sb *sandbox) write(rec *record) error {
 		return notFound("sandbox", rec.Sandbox.Ref())
 	}
 	if err := sb.e.records.Put(sb.id, rec); err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q: is the host's disk full?", rec.Sandbox.Ref())
+		return shard.Wrap(shard.CodeInternal, err, "could not store the record of sandbox %q", rec.Sandbox.Ref())
 	}
 	sb.behind = false
 	return nil

@@ -131,7 +131,7 @@ func (c *Command) launch(ctx context.Context, session *guest.Session, spec guest
 		err = c.save(c.rec)
 	}
 	if err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "could not store the command: is the host's disk full?")
+		return shard.Wrap(shard.CodeInternal, err, "could not store the command")
 	}
 	cmd, err := session.Exec(ctx, spec, (*sink)(c))
 	if err == nil {

@@ -59,7 +59,8 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 			err = shard.Wrap(shard.CodeTimeout, err, "sandbox %q did not start within %d s", rec.Sandbox.Ref(), startTime/time.Second)
 		}
 		if undoErr := undo.run(ctx); undoErr != nil {
-			e.Log.Error("undo of a failed start", "sandbox", sb.id, "err", undoErr)
+			e.Log.Error("undo of a failed start: it is tried again", "sandbox", sb.id, "err", undoErr)
+			sb.learn(func(r *record) { r.Intent = "cleanup" })
 		}
 	}()
 	e.wg.Go(e.Cgroups.Warm)
@@ -328,10 +329,9 @@ func (e *Engine) died(sb *sandbox, l *live) {
 		why = "the sandbox " + reasonOOM
 	}
 	e.endLive(sb, why)
-	if err := e.teardown(ctx, sb); err != nil {
-		e.Log.Error("clean up after a sandbox that ended", "sandbox", sb.id, "err", err)
+	if err := e.finish(ctx, sb); err != nil {
+		e.Log.Error("clean up after a sandbox that ended: it is tried again", "sandbox", sb.id, "err", err)
 	}
-	sb.learn(func(r *record) { r.Intent = "" })
 }
 
 // fewMiB: a start that fails with less memory than this most likely fails for want of it.
@@ -421,6 +421,12 @@ func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox
 	}
 	defer unlock()
 	ctx = context.WithoutCancel(ctx)
+	if err := e.finish(ctx, sb); err != nil {
+		return nil, shard.Wrap(shard.CodeInternal, err, "what sandbox %q left when it ended could not be cleaned up: try again", sb.ref())
+	}
+	if !e.holds(sb) { // that was the rest of a removal
+		return nil, notFound("sandbox", sb.ref())
+	}
 	rec := *sb.record()
 	if fits != nil && !fits(&rec.Sandbox) {
 		return &rec.Sandbox, nil
@@ -438,7 +444,13 @@ func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox
 		return nil, err
 	}
 	if err := e.boot(ctx, sb, p, &rec, img); err != nil {
-		sb.learn(func(r *record) { r.Intent = "" })
+		sb.learnIf(func(r *record) bool {
+			undone := r.Intent == "start"
+			if undone {
+				r.Intent = ""
+			}
+			return undone
+		})
 		return nil, err
 	}
 	s := sb.record().Sandbox
@@ -480,10 +492,30 @@ func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
 	e.endLive(sb, "the sandbox was stopped")
 	ctx, cancel := context.WithTimeout(ctx, teardownTime)
 	defer cancel()
-	if err := e.teardown(ctx, sb); err != nil {
+	if err := e.finish(ctx, sb); err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "sandbox %q did not stop", sb.ref())
 	}
-	sb.learn(stopped)
+	return nil
+}
+
+// finish does what an intent says and its verb, or an earlier daemon, did not get done: it removes what the machine left. The
+// caller holds the verb lock, or is the only one there is. When it fails the intent stays, and the next tick tries again.
+func (e *Engine) finish(ctx context.Context, sb *sandbox) error {
+	switch sb.record().Intent {
+	case "":
+		return nil
+	case "remove":
+		return e.remove(ctx, sb)
+	}
+	if err := e.teardown(ctx, sb); err != nil {
+		return err
+	}
+	sb.learn(func(r *record) {
+		if r.Intent == "stop" {
+			stopped(r)
+		}
+		r.Intent, r.Handle = "", nil
+	})
 	return nil
 }
 

@@ -56,7 +56,7 @@ func restartDue(s *shard.Sandbox) bool {
 	return s.State == shard.StateStopped && s.OOM != nil && s.OOM.RestartAt != nil
 }
 
-// restartLoop starts what is due, each tick, and stores what could not be stored before.
+// restartLoop starts what is due, each tick, and makes up for what failed before: writes, cleanups, removals.
 func (e *Engine) restartLoop() {
 	tick := time.NewTicker(oomTick)
 	defer tick.Stop()
@@ -67,9 +67,15 @@ func (e *Engine) restartLoop() {
 		case now := <-tick.C:
 			e.mu.Lock()
 			sandboxes := slices.Collect(maps.Values(e.sandboxes))
+			hollow := e.hollow
+			e.hollow = nil
 			e.mu.Unlock()
+			for _, id := range hollow {
+				e.deleteHollow(id)
+			}
 			for _, sb := range sandboxes {
 				sb.catchUp()
+				e.finishLater(sb)
 				s := &sb.record().Sandbox
 				if restartDue(s) && !now.Before(*s.OOM.RestartAt) {
 					e.wg.Go(func() { e.restart(s.ID) })
@@ -77,6 +83,29 @@ func (e *Engine) restartLoop() {
 			}
 		}
 	}
+}
+
+// finishLater finishes what a verb left undone, unless another is at work.
+func (e *Engine) finishLater(sb *sandbox) {
+	if sb.record().Intent == "" {
+		return
+	}
+	select {
+	case sb.verb <- struct{}{}:
+	default:
+		return
+	}
+	e.wg.Go(func() {
+		defer func() { <-sb.verb }()
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
+		defer cancel()
+		if !e.holds(sb) {
+			return
+		}
+		if err := e.finish(ctx, sb); err != nil {
+			e.Log.Warn("finish what was begun on a sandbox", "sandbox", sb.id, "intent", sb.record().Intent, "err", err)
+		}
+	})
 }
 
 func (e *Engine) restart(id string) {

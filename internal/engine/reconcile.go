@@ -136,27 +136,15 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 	rec := sb.record()
 	switch {
 	case rec.Intent == "remove":
-		return e.remove(ctx, sb)
 	case rec.Sandbox.State == shard.StatePending || rec.Sandbox.State == shard.StateCreated:
-		err := e.teardown(ctx, sb)
 		sb.learn(func(r *record) {
-			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", ""
+			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", "cleanup"
 		})
-		return err
-	case rec.Intent == "stop":
-		err := e.teardown(ctx, sb)
-		sb.learn(stopped)
-		return err
-	case rec.Intent == "cleanup":
-		err := e.teardown(ctx, sb)
-		sb.learn(func(r *record) { r.Intent = "" })
-		return err
-	case rec.Intent == "start":
-		err := e.teardown(ctx, sb)
-		sb.learn(func(r *record) { r.Intent, r.Handle = "", nil })
-		return err
-	case rec.Sandbox.State != shard.StateRunning:
+	case rec.Intent == "" && rec.Sandbox.State != shard.StateRunning:
 		return nil
+	}
+	if sb.record().Intent != "" {
+		return e.finish(ctx, sb)
 	}
 	p, err := e.providerNamed(rec.Sandbox.Provider)
 	if err != nil {
@@ -176,13 +164,11 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		exit = inst.Exit()
 		_ = inst.Close()
 	}
-	err = e.teardown(ctx, sb)
 	sb.learn(func(r *record) {
 		ended(exit)(r)
-		r.Intent = ""
 		if !exit.OOM {
 			r.Sandbox.StoppedReason = reasonGone
 		}
 	})
-	return err
+	return e.finish(ctx, sb)
 }
