@@ -196,7 +196,7 @@ func askOne(ctx context.Context, server string, q dns.Question) (*dns.Msg, error
 			return nil, fmt.Errorf("ask a nameserver: %w", err)
 		case !in.Response || len(in.Question) != 1 || !strings.EqualFold(in.Question[0].Name, q.Name) || in.Question[0].Qtype != q.Qtype:
 			return nil, errors.New("a nameserver answered another question")
-		case in.Truncated && network == "udp":
+		case in.Truncated:
 			continue
 		case in.Rcode != dns.RcodeSuccess && in.Rcode != dns.RcodeNameError:
 			return nil, fmt.Errorf("a nameserver answered %s", dns.RcodeToString[in.Rcode])
