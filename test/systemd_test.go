@@ -202,6 +202,9 @@ func TestSystemd(t *testing.T) {
 	if got := m.Must("shard list --all --format json | grep -c '\"state\": \"stopped\"'"); got != "1" {
 		t.Errorf("%s sandboxes are stopped after a reboot:\n%s", got, m.Must("shard list --all"))
 	}
+	if errs := m.Sh(`journalctl -b -q -o cat -u shard | grep '"level":"ERROR"'`); errs.Stdout != "" {
+		t.Errorf("a reboot is an error in the daemon's log:\n%s", errs.Stdout)
+	}
 	m.Must("shard start still")
 	for _, box := range boxes {
 		if got := m.Must("shard exec " + box + " cat /root/file"); got != "mine" {
