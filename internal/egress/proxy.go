@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/useshards/shard"
@@ -88,7 +89,9 @@ type Proxy struct {
 	plain, tls *http.Server
 	toPlain    *handoff
 	toTLS      *handoff
-	maxConns   int
+	maxConns   int          // of one sandbox
+	maxOpen    int          // of all
+	open       atomic.Int64 // of sandboxes and, for their requests, to hosts
 	watches    secret.Watches
 	ctx        context.Context // ends with the proxy
 	cancel     context.CancelFunc
@@ -107,7 +110,7 @@ func NewProxy(o ProxyOptions) *Proxy {
 	if o.Dial == nil {
 		o.Dial, check = dialHost, reachable
 	}
-	p := &Proxy{o: o, reachable: check, maxConns: connections(), clients: map[string]*client{}, toPlain: newHandoff(), toTLS: newHandoff()}
+	p := &Proxy{o: o, reachable: check, maxConns: maxConns, maxOpen: connections(), clients: map[string]*client{}, toPlain: newHandoff(), toTLS: newHandoff()}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.plain, p.tls = p.server(80), p.server(443)
 	p.plain.Protocols = new(http.Protocols)
@@ -126,7 +129,7 @@ type Link struct{ Addr, Gateway netip.Addr }
 // Connections from another address than the sandbox's are closed. A sandbox that was added before is forgotten first.
 func (p *Proxy) Add(sandbox string, links ...Link) error {
 	p.Forget(sandbox)
-	c := &client{sandbox: sandbox, conns: map[*guestConn]struct{}{}}
+	c := &client{proxy: p, sandbox: sandbox, conns: map[*guestConn]struct{}{}}
 	for _, link := range links {
 		c.addrs = append(c.addrs, link.Addr)
 		for _, port := range []uint16{PlainPort, TLSPort} {
@@ -209,9 +212,9 @@ func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
 		_ = conn.Close() // a program of this host
 		return nil
 	}
-	g := &guestConn{Conn: conn, proxy: p, client: c, port: port, dest: originalDestination(conn)}
+	g := &guestConn{Conn: conn, client: c, port: port, dest: originalDestination(conn)}
 	g.heading.begin()
-	added, ended := c.add(g, p.maxConns)
+	added, ended := c.add(g)
 	if added {
 		tune(conn)
 		return g
@@ -232,6 +235,7 @@ func (p *Proxy) limited(g *guestConn, reason string) {
 
 // client is what the proxy holds of one sandbox.
 type client struct {
+	proxy     *Proxy
 	sandbox   string
 	addrs     []netip.Addr
 	listeners []net.Listener
@@ -245,13 +249,18 @@ type client struct {
 	trunk    *trunk
 }
 
-func (c *client) add(g *guestConn, most int) (added, ended bool) {
+// most is how many connections each way a sandbox may have now: never more than are left for all others, so that some sandboxes
+// together leave none without any.
+func (p *Proxy) most() int { return min(p.maxConns, p.maxOpen-int(p.open.Load())) }
+
+func (c *client) add(g *guestConn) (added, ended bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ended || len(c.conns) >= most {
+	if c.ended || len(c.conns) >= c.proxy.most() {
 		return false, c.ended
 	}
 	c.conns[g] = struct{}{}
+	c.proxy.open.Add(1)
 	return true, false
 }
 
@@ -269,6 +278,7 @@ func (c *client) remove(g *guestConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.conns, g)
+	c.proxy.open.Add(-1)
 }
 
 func (c *client) end() {
@@ -314,7 +324,6 @@ func (c *client) release(n int) {
 // guestConn is a connection of a sandbox.
 type guestConn struct {
 	net.Conn
-	proxy  *Proxy
 	client *client
 	port   uint16 // 80 or 443
 	// dest is where the sandbox sent it: its claim, to be judged as one.
@@ -333,7 +342,7 @@ func (g *guestConn) Read(b []byte) (int, error) {
 	}
 	n, err := g.Conn.Read(b)
 	if !g.heading.read(g.client, n) {
-		g.proxy.limited(g, errHeld.Error())
+		g.client.proxy.limited(g, errHeld.Error())
 		// Of this kind net/http closes the connection without a word: there is no request yet that one could be about.
 		return 0, &net.OpError{Op: "read", Net: "tcp", Err: errHeld}
 	}

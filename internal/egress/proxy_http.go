@@ -375,10 +375,11 @@ func (p *Proxy) transport(c *client) *http.Transport {
 func (c *client) take() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.ended || c.upstream >= maxConns {
+	if c.ended || c.upstream >= c.proxy.most() {
 		return false
 	}
 	c.upstream++
+	c.proxy.open.Add(1)
 	return true
 }
 
@@ -386,6 +387,7 @@ func (c *client) give() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.upstream--
+	c.proxy.open.Add(-1)
 }
 
 // buffers are those of copying, of one size.

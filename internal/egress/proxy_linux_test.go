@@ -454,6 +454,43 @@ func TestASandboxCannotBlockAnother(t *testing.T) {
 	}
 }
 
+// TestSandboxesTogetherLeaveRoom: where descriptors are few, sandboxes that take all they can leave some to one that comes.
+func TestSandboxesTogetherLeaveRoom(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	r.proxy.maxOpen = 100
+	var hogs []*box
+	for range 4 {
+		b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
+		hogs = append(hogs, b)
+		for range r.proxy.maxOpen {
+			b.raw(80 + len(hogs)%2*363) // it may be closed at once
+		}
+	}
+	for _, b := range hogs {
+		for deadline := time.Now().Add(time.Minute); len(r.log(b.id)) == 0 && time.Now().Before(deadline); {
+			time.Sleep(10 * time.Millisecond)
+		}
+		if d := r.last(b.id); d.Rule != ruleLimit {
+			t.Errorf("recorded %+v", d)
+		}
+	}
+	if n := r.proxy.open.Load(); n < 80 || n > 98 {
+		t.Errorf("%d connections are open, of %d", n, r.proxy.maxOpen)
+	}
+	if s, body := get(t, r.box(Subject{Policy: policyOf(t, "allow good.test")}).client(nil, false), "http://good.test/"); s != 200 {
+		t.Errorf("%d %s", s, body)
+	}
+	for _, b := range hogs {
+		r.proxy.Forget(b.id)
+	}
+	for deadline := time.Now().Add(time.Minute); r.proxy.open.Load() > 2; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d connections are counted that are gone", r.proxy.open.Load())
+		}
+	}
+}
+
 func TestForgetEndsConnections(t *testing.T) {
 	r := newRig(t)
 	r.host("good.test", public, what)

@@ -76,12 +76,13 @@ func originalDestination(conn net.Conn) (dest netip.Addr) {
 	return dest
 }
 
-// connections is how many connections one sandbox may have: maxConns, or less where this process may have so few
-// descriptors that some sandboxes together could leave none for others.
+// connections is how many connections all sandboxes may have together: with their other ends, and the pipes through which the
+// kernel moves bytes, they take half of the descriptors that this process may have.
 func connections() int {
+	const each = 6
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		return maxConns
 	}
-	return int(min(maxConns, max(limit.Cur/16, 16)))
+	return int(min(limit.Cur, 1<<24) / (2 * each))
 }
