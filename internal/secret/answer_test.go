@@ -5,6 +5,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"html"
+	"net/http"
 	"net/url"
 	"strings"
 	"testing"
@@ -188,6 +189,11 @@ func TestHeaderOfAnswers(t *testing.T) {
 	w.Header(h)
 	if len(h) != 2 || h["X-Echo"][1] != "Bearer mock-API" || h["X-Echo"][0] != "a" || strings.Contains(h["Set-Cookie"][0], encoded("u:sk-012")) {
 		t.Errorf("%q", h)
+	}
+	w = Watched([]Secret{one("API", "a/b+c'0123456")})
+	h = map[string][]string{"X-A%2fb%2bc%270123456": {"1"}, "X-A%2Fb%2Bc'0123456": {"1"}, http.CanonicalHeaderKey("X-" + encoded("a/b+c'0123456")): {"1"}, "X-A": {"1"}}
+	if w.Header(h); len(h) != 1 {
+		t.Errorf("the value in a name: %q", h)
 	}
 }
 

@@ -4,6 +4,8 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"iter"
+	"math"
 	"net/netip"
 	"net/url"
 	"slices"
@@ -94,55 +96,70 @@ type inserter struct {
 
 func (in *inserter) goes(i int) bool { return in.host != "" && in.held[i].For(in.host) }
 
-// next is the first placeholder in text: of which secret, and where. i is -1 where there is none.
-func (in *inserter) next(text string) (i, at int) {
-	i = -1
-	for j := range in.held {
-		p := in.held[j].Placeholder
-		if k := strings.Index(text, p); k >= 0 && (i < 0 || k < at || k == at && len(p) > len(in.held[i].Placeholder)) {
-			i, at = j, k
+// placeholders are those in text, first to last and apart: of which secret, and where. Each secret is looked for once in all of
+// the text, however many placeholders of others it has.
+func (in *inserter) placeholders(text string) iter.Seq2[int, int] {
+	return func(yield func(i, at int) bool) {
+		const none = math.MaxInt
+		next := make([]int, len(in.held)) // where each is, from here on
+		for from := 0; ; {
+			first := -1
+			for j := range in.held {
+				p := in.held[j].Placeholder
+				if next[j] < from || from == 0 {
+					if next[j] = none; from < len(text) {
+						if k := strings.Index(text[from:], p); k >= 0 {
+							next[j] = from + k
+						}
+					}
+				}
+				if next[j] != none && (first < 0 || next[j] < next[first] || next[j] == next[first] && len(p) > len(in.held[first].Placeholder)) {
+					first = j
+				}
+			}
+			if first < 0 || !yield(first, next[first]) {
+				return
+			}
+			from = next[first] + len(in.held[first].Placeholder)
 		}
 	}
-	return i, at
 }
 
 // look finds placeholders where they stay what they are.
 func (in *inserter) look(text string) {
-	for i, at := in.next(text); i >= 0; i, at = in.next(text) {
+	for i := range in.placeholders(text) {
 		in.found[i] = true
-		text = text[at+len(in.held[i].Placeholder):]
 	}
 }
 
 // put returns text with values. A value is never looked into.
 func (in *inserter) put(text string) string {
-	i, at := in.next(text)
-	if i < 0 {
-		return text
-	}
 	var out strings.Builder
-	for ; i >= 0; i, at = in.next(text) {
+	from := 0
+	for i, at := range in.placeholders(text) {
 		in.found[i] = true
 		s := &in.held[i]
-		out.WriteString(text[:at])
+		put := s.Placeholder
+		out.WriteString(text[from:at])
 		if in.goes(i) {
-			v := s.Value.Reveal()
+			put = s.Value.Reveal()
 			switch {
-			case !fits(v):
+			case !fits(put):
 				in.err = ErrUnfit
-			case out.Len()+len(v) > in.room:
+			case out.Len()+len(put) > in.room:
 				in.err = ErrRoom
 			}
 			if in.err != nil {
 				return ""
 			}
-			out.WriteString(v)
-		} else {
-			out.WriteString(s.Placeholder)
 		}
-		text = text[at+len(s.Placeholder):]
+		out.WriteString(put)
+		from = at + len(s.Placeholder)
 	}
-	out.WriteString(text)
+	if from == 0 {
+		return text
+	}
+	out.WriteString(text[from:])
 	return out.String()
 }
 

@@ -3,6 +3,7 @@ package secret
 import (
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"maps"
 	"runtime"
 	"slices"
@@ -93,6 +94,20 @@ func TestInsertIsBounded(t *testing.T) {
 	held[0].Value = NewValue("two\r\nX-Lines: 1")
 	if _, _, err := Insert(Request{Header: map[string][]string{"X": {"mock-API"}}, Host: "api.test"}, held, 4096); !errors.Is(err, ErrUnfit) {
 		t.Errorf("a value with a line end: %v", err)
+	}
+}
+
+// TestInsertLooksOnce through a header for each secret: looking again behind each placeholder would take minutes.
+func TestInsertLooksOnce(t *testing.T) {
+	var held []Secret
+	for i := range 300 {
+		held = append(held, one(fmt.Sprintf("S%d", i), "sk-0123456789", "other.test"))
+	}
+	text := strings.Repeat("mock-S200 ", 20_000)
+	h := map[string][]string{"X": {text}}
+	_, strayed, err := Insert(Request{Header: h, Host: "api.test", Target: text}, held, 1<<20)
+	if err != nil || h["X"][0] != text || !slices.Equal(strayed, []string{"S200"}) {
+		t.Errorf("%v, %v", strayed, err)
 	}
 }
 
