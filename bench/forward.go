@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/useshards/shard"
@@ -35,6 +36,10 @@ func (b *bench) forwards(p, id string, target map[string]float64) (err error) {
 	if err != nil {
 		return err
 	}
+	asker, err := freePort()
+	if err != nil {
+		return err
+	}
 	onHost := exec.CommandContext(b.ctx, server, "127.0.0.1:"+strconv.Itoa(here))
 	if err := onHost.Start(); err != nil {
 		return err
@@ -48,16 +53,22 @@ func (b *bench) forwards(p, id string, target map[string]float64) (err error) {
 	if err := b.client.PutFile(b.ctx, id, "/netserver", bytes.NewReader(program), int64(len(program)), client.WriteOptions{Mode: &mode}); err != nil {
 		return err
 	}
-	if _, err := b.client.Exec(b.ctx, id, shard.ExecRequest{Command: []string{"/netserver", "127.0.0.1:" + strconv.Itoa(port)}}); err != nil {
-		return err
+	for guest, from := range map[int]int{port: there, port + 1: asker} { // the second asks the first
+		if _, err := b.client.Exec(b.ctx, id, shard.ExecRequest{Command: []string{"/netserver", "127.0.0.1:" + strconv.Itoa(guest)}}); err != nil {
+			return err
+		}
+		if _, err := b.client.PutPort(b.ctx, id, shard.PortForward{HostPort: from, GuestPort: guest}); err != nil {
+			return err
+		}
 	}
-	if _, err := b.client.PutPort(b.ctx, id, shard.PortForward{HostPort: there, GuestPort: port}); err != nil {
-		return err
-	}
-	for _, at := range []int{here, there} { // until both answer
-		for deadline := time.Now().Add(time.Minute); ask(at, "peer") != nil; time.Sleep(5 * time.Millisecond) {
+	for _, at := range []int{here, there, asker} { // until all answer
+		for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+			_, err := ask(at, "peer")
+			if err == nil {
+				break
+			}
 			if time.Now().After(deadline) {
-				return fmt.Errorf("the server at port %d does not answer: %w", at, ask(at, "peer"))
+				return fmt.Errorf("the server at port %d does not answer: %w", at, err)
 			}
 		}
 	}
@@ -72,24 +83,64 @@ func (b *bench) forwards(p, id string, target map[string]float64) (err error) {
 			return err
 		}
 	}
-	answer := func(at int) func() (float64, error) { return timed(func() error { return ask(at, "peer") }) }
-	return b.sample(p+" forwarded port, connection and answer", 5*b.o.n, 0, "the same server on the host", answer(there), answer(here), "ms")
+	return b.connections(p, there, here, asker, port)
 }
 
-// ask sends one line on a new connection and reads the answer to its end.
-func ask(port int, line string) error {
+// connections measures a connection's first answer beside two floors: the same server on the host, and the same connection
+// made by another program in the sandbox, which no way from outside can be quicker than.
+func (b *bench) connections(p string, there, here, asker, port int) error {
+	name := p + " forwarded port, connection and answer"
+	host := &row{Name: name, Unit: "ms", What: "the same server on the host"}
+	inside := &row{Name: name, Unit: "ms", What: "the same connection inside the sandbox"}
+	answer := func(at int) (float64, error) {
+		time.Sleep(10 * time.Millisecond) // what went before has come to rest
+		return timed(func() error { _, err := ask(at, "peer"); return err })()
+	}
+	for i := range 5*b.o.n + 1 {
+		ours, err := answer(there)
+		if err != nil {
+			return err
+		}
+		direct, err := answer(here)
+		if err != nil {
+			return err
+		}
+		said, err := ask(asker, "ask "+strconv.Itoa(port))
+		if err != nil {
+			return err
+		}
+		within, err := strconv.ParseFloat(said, 64)
+		if err != nil {
+			return err
+		}
+		if i == 0 {
+			continue
+		}
+		host.Ours, host.Floor = append(host.Ours, ours), append(host.Floor, direct)
+		inside.Ours, inside.Floor = append(inside.Ours, ours), append(inside.Floor, within/1e6)
+	}
+	for _, w := range []*row{host, inside} {
+		b.addRow(w)
+		b.over(w, 1)
+	}
+	return nil
+}
+
+// ask sends one line on a new connection and reads the answer, also a line, to its end.
+func ask(port int, line string) (string, error) {
 	c, err := net.Dial("tcp4", "127.0.0.1:"+strconv.Itoa(port))
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer func() { _ = c.Close() }()
 	if _, err := fmt.Fprintln(c, line); err != nil {
-		return err
+		return "", err
 	}
-	if got, err := io.ReadAll(c); err != nil || len(got) == 0 {
-		return errors.Join(err, errors.New("no answer"))
+	got, err := io.ReadAll(c)
+	if err != nil || len(got) == 0 {
+		return "", errors.Join(err, errors.New("no answer"))
 	}
-	return nil
+	return strings.TrimSpace(string(got)), nil
 }
 
 func download(size int64) func(port int) error {

@@ -73,6 +73,17 @@ func (b *bench) sample(name string, n int, target float64, what string, ours, fl
 	return nil
 }
 
+// over adds the row of what the samples of w are above those of its floor.
+func (b *bench) over(w *row, target float64) {
+	o := &row{Name: w.Name + ", above the floor", Unit: w.Unit, Target: target, What: w.What}
+	for i := range min(len(w.Ours), len(w.Floor)) {
+		o.Ours = append(o.Ours, w.Ours[i]-w.Floor[i])
+	}
+	if len(o.Ours) > 0 {
+		b.addRow(o)
+	}
+}
+
 // line shows progress.
 func (r *report) line(w *row) {
 	fmt.Printf("%-44s %9.1f %s\n", w.Name, quantile(w.Ours, 0.5), w.Unit)

@@ -7,6 +7,7 @@
 //	early N   ends its own half at once, then reads to the end, and remembers the count as `last`
 //	last      answers with what early remembered
 //	peer      answers with the client's address
+//	ask PORT  rests, asks for peer at that port of its own 127.0.0.1, and answers with the nanoseconds that it took
 //	reset     resets the connection
 //	close     closes it
 //	hold      neither reads nor writes
@@ -108,11 +109,34 @@ func serve(c *net.TCPConn) {
 		fmt.Fprintln(c, last.Load())
 	case "peer":
 		fmt.Fprintln(c, c.RemoteAddr())
+	case "ask":
+		time.Sleep(10 * time.Millisecond)
+		took, err := ask(n)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "ask:", err)
+			return
+		}
+		fmt.Fprintln(c, took.Nanoseconds())
 	case "reset":
 		_ = c.SetLinger(0)
 	case "hold":
 		select {}
 	}
+}
+
+// ask times a connection and the answer on it.
+func ask(port int64) (time.Duration, error) {
+	begin := time.Now()
+	c, err := net.Dial("tcp4", "127.0.0.1:"+strconv.FormatInt(port, 10))
+	if err != nil {
+		return 0, err
+	}
+	defer c.Close()
+	if _, err := fmt.Fprintln(c, "peer"); err != nil {
+		return 0, err
+	}
+	_, err = io.ReadAll(c)
+	return time.Since(begin), err
 }
 
 type onlyReader struct{ io.Reader }
