@@ -1,18 +1,10 @@
 package testenv
 
 import (
-	"bytes"
-	"context"
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"strings"
 	"sync"
 	"testing"
-	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // PythonServersRef and NextRef are the references that the archives carry.
@@ -78,45 +70,25 @@ func (s *devServer) archive(t testing.TB) string {
 var devServersMu sync.Mutex
 
 func (s *devServer) build() (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	dir := filepath.Join(Module(), "build", s.name)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", err
-	}
-	lock, err := os.OpenFile(filepath.Join(dir, ".lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	w, err := openWorkshop(s.name)
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = lock.Close() }()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return "", err
-	}
-	run := func(name string, args ...string) (string, error) {
-		cmd := exec.CommandContext(ctx, name, args...)
-		cmd.Dir = dir
-		var stderr bytes.Buffer
-		cmd.Stderr = &stderr
-		out, err := cmd.Output()
-		if err != nil {
-			return "", fmt.Errorf("%s: %w\n%s", name, err, stderr.String())
-		}
-		return strings.TrimSpace(string(out)), nil
-	}
-	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "devservers"), filepath.Join(dir, "files")
-	key, err := run("sh", "-ec", `find "$1" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum`, "sh", sources)
+	defer w.close()
+	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "devservers"), filepath.Join(w.dir, "files")
+	key, err := w.run("sh", "-ec", `find "$1" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum`, "sh", sources)
 	if err != nil {
 		return "", err
 	}
-	stamp := filepath.Join(dir, "stamp")
+	stamp := filepath.Join(w.dir, "stamp")
 	if have, _ := os.ReadFile(stamp); string(have) != key+s.script {
 		// Its own temporary directory, so that nothing half fetched is taken for the whole.
-		if _, err := run("sh", "-ec", `rm -rf "$2" stamp new; mkdir new; cd new; `+s.script+`; cd ..; rm -rf new`, "sh", sources, files); err != nil {
+		if _, err := w.run("sh", "-ec", `rm -rf "$2" stamp new; mkdir new; cd new; `+s.script+`; cd ..; rm -rf new`, "sh", sources, files); err != nil {
 			return "", err
 		}
 		if err := os.WriteFile(stamp, []byte(key+s.script), 0o600); err != nil {
 			return "", err
 		}
 	}
-	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), s.name, files, "libstdc++6")
+	return w.run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), s.name, files, "libstdc++6")
 }

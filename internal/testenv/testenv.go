@@ -29,27 +29,60 @@ func Module() string {
 	return filepath.Dir(filepath.Dir(filepath.Dir(file)))
 }
 
-var build = sync.OnceValues(func() (string, error) {
-	dir := filepath.Join(Module(), "build", "test-bin")
+// workshop is a directory below build/. Several test programs may want to build in it at once: one has it, until it closes it.
+type workshop struct {
+	dir  string
+	lock *os.File
+	// ctx bounds the work in it.
+	ctx    context.Context
+	cancel context.CancelFunc
+}
+
+func openWorkshop(name string) (*workshop, error) {
+	dir := filepath.Join(Module(), "build", name)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", err
+		return nil, err
 	}
-	// Several test programs may build at once.
 	lock, err := os.OpenFile(filepath.Join(dir, ".lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		_ = lock.Close()
+		return nil, err
+	}
+	w := &workshop{dir: dir, lock: lock}
+	w.ctx, w.cancel = context.WithTimeout(context.Background(), 10*time.Minute)
+	return w, nil
+}
+
+// run runs a program in the workshop and returns what it printed, without space around it.
+func (w *workshop) run(name string, args ...string) (string, error) {
+	cmd := exec.CommandContext(w.ctx, name, args...)
+	cmd.Dir, cmd.Env = w.dir, append(os.Environ(), "CGO_ENABLED=0")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s: %w\n%s", name, err, stderr.String())
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+func (w *workshop) close() {
+	w.cancel()
+	_ = w.lock.Close()
+}
+
+var build = sync.OnceValues(func() (string, error) {
+	w, err := openWorkshop("test-bin")
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = lock.Close() }()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return "", err
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", dir+"/", "./cmd/shard", "./cmd/shard-init")
-	cmd.Dir = Module()
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("build the programs: %w\n%s", err, out)
+	defer w.close()
+	dir := w.dir
+	if _, err := w.run("go", "build", "-C", Module(), "-trimpath", "-o", dir+"/", "./cmd/shard", "./cmd/shard-init"); err != nil {
+		return "", fmt.Errorf("build the programs: %w", err)
 	}
 	// The runtimes take minutes to build and seldom change: take them from bin/. Where one is missing, the provider's
 	// probe says so, and what needs it is skipped with that reason.
