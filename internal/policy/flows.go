@@ -75,9 +75,12 @@ func subtract(from, take []PortRange) []PortRange {
 	var out []PortRange
 	for _, r := range from {
 		at := int(r.From)
+		for len(take) > 0 && int(take[0].To) < at { // and before all that comes in from
+			take = take[1:]
+		}
 		for _, t := range take {
-			if int(t.To) < at || t.From > r.To {
-				continue
+			if t.From > r.To {
+				break
 			}
 			if int(t.From) > at {
 				out = append(out, PortRange{uint16(at), t.From - 1})
