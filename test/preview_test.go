@@ -368,6 +368,14 @@ func (g *gate) story(provider, key string) {
 	d.Must("remove", "--force", id)
 	g.want(farBrowser, at(8000, id)+"/saw", 404, "no such sandbox")
 	refused(t, d.Shard("port", "url", id, "8000"), id)
+
+	// Who had a link to a sandbox has none to the next of its name.
+	next := box(t, d, provider, "--name", "site-"+provider)
+	start(next)
+	g.want(farBrowser, at(8000, "site-"+provider)+"/saw", 401, "shard port url")
+	g.want(farBrowser, strings.Replace(far, "-"+id+".", "-site-"+provider+".", 1), 403, "another address")
+	g.want(farBrowser, strings.Replace(far, "-"+id+".", "-"+next+".", 1), 403, "another address")
+	g.want(farBrowser, far, 404, "no such sandbox")
 }
 
 // cli is the command line on another machine.
