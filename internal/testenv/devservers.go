@@ -76,7 +76,7 @@ func (s *devServer) build() (string, error) {
 	}
 	defer w.close()
 	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "devservers"), filepath.Join(w.dir, "files")
-	key, err := w.run("sh", "-ec", `find "$1" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum`, "sh", sources)
+	key, err := w.run("sh", "-ec", `cd "$1"; find . -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum`, "sh", sources)
 	if err != nil {
 		return "", err
 	}
