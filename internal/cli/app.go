@@ -108,7 +108,7 @@ func (a *App) Main(ctx context.Context, args []string) int {
 	defer stop()
 	root := a.rootCommand()
 	if slices.Contains(args, cobra.ShellCompRequestCmd) {
-		plainUsage(root)
+		readyToComplete(root)
 	}
 	root.SetArgs(append([]string{}, args...)) // never nil, which cobra takes for os.Args
 	cmd, err := root.ExecuteContextC(ctx)

@@ -61,6 +61,9 @@ func TestBashCompletion(t *testing.T) {
 		"shard --root " + d.root + " cp we":  "web:",
 		"shard tokens mint --scopes exec,po": "exec,policy:* exec,port:read exec,port:write",
 		"shard create --restart":             "",
+		"shard run web --re":                 "--restart --restart-retries --restart-backoff",
+		"shard run web --restart o":          "on-failure",
+		"shard run web --attach --nam":       "--name",
 		"shard image --n":                    "",
 	} {
 		cmd := exec.CommandContext(t.Context(), "bash", "--norc", "-c", `compopt() { :; }; source <(shard completion bash); COMP_LINE=$1 COMP_POINT=${#1} COMP_TYPE=9; __start_shard; echo "${COMPREPLY[*]}"`, "bash", line)

@@ -114,11 +114,13 @@ func (a *App) completeProviders(cmd *cobra.Command, _ []string, _ string) ([]str
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// plainUsage takes from the words about options the marks that help reads: completion shows them as they are.
-func plainUsage(cmd *cobra.Command) {
+// readyToComplete makes the commands ready for a press of the tab key: words about options lose the marks that help reads, and
+// options behind the sandbox are completed where they may stand there.
+func readyToComplete(cmd *cobra.Command) {
 	cmd.LocalFlags().VisitAll(func(f *pflag.Flag) { _, f.Usage = pflag.UnquoteUsage(f) })
+	cmd.Flags().SetInterspersed(slices.Contains([]string{"run", "logs", "kill"}, cmd.Name()))
 	for _, c := range cmd.Commands() {
-		plainUsage(c)
+		readyToComplete(c)
 	}
 }
 
