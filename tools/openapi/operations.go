@@ -65,7 +65,7 @@ var operations = map[string]operation{
 		status: 200, answer: of[shard.SandboxList]()},
 	"POST /v0/sandboxes": {id: "createSandbox", tag: tagSandboxes, summary: "Create a sandbox",
 		text: "Of an image that is on the host the answer holds a sandbox that runs, of another one that is `pending`; with `wait=true` the answer " +
-			"comes when that is over. Use of secrets, a policy or ports needs `secret:*`, `policy:*` or `port:write` too.",
+			"comes when that is over. A record that is `failed` stays until it is removed, or until the next create of its name, which takes its place. Use of secrets, a policy or ports needs `secret:*`, `policy:*` or `port:write` too.",
 		request: of[shard.CreateRequest](), status: 201, answer: of[shard.Sandbox](), lines: of[shard.CreateLine](),
 		linesWhen: "with `Accept: application/x-ndjson` and `wait=true`"},
 	"GET /v0/sandboxes/{id}": {id: "inspectSandbox", tag: tagSandboxes, summary: "Inspect a sandbox",
