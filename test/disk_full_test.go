@@ -173,7 +173,7 @@ func TestDescriptorsRunOut(t *testing.T) {
 			return old.Cur
 		}
 		failures := 0
-		for spare := 0; spare < 20; spare += 2 {
+		for spare := 0; spare < 16; spare += 2 {
 			s, err := c.Create(t.Context(), shard.CreateRequest{Image: image, Name: "down", Provider: provider}, nil)
 			if err == nil {
 				_, err = c.Stop(t.Context(), s.ID)

@@ -69,7 +69,8 @@ func bundle(f flavour, s provider.Spec, agent, cgroupsPath string) (*specs.Spec,
 		Mounts: []specs.Mount{
 			{Destination: "/proc", Type: "proc", Source: "proc", Options: deny},
 			{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}},
-			{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+			{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5",
+				terminals}},
 			{Destination: "/dev/shm", Type: "tmpfs", Source: "shm", Options: append([]string{"mode=1777", "size=65536k"}, deny...)},
 			{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: deny},
 			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: append([]string{"ro"}, deny...)},
@@ -88,6 +89,9 @@ func bundle(f flavour, s provider.Spec, agent, cgroupsPath string) (*specs.Spec,
 	}
 	return spec, f.adjust(spec, s)
 }
+
+// terminals bounds those of one sandbox: a host has some thousands for all.
+const terminals = "max=256"
 
 // openFiles is how many files a process in a sandbox may open: no more than the daemon itself may, since a runtime without
 // CAP_SYS_RESOURCE cannot raise the limit.
