@@ -242,6 +242,8 @@ func shortage(err error) string {
 	switch {
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		return "the host's disk is full: make room there, for example by removing sandboxes or images"
+	case errors.Is(err, syscall.EROFS):
+		return "the host's disk has become read-only: see the host's kernel log"
 	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
 		return "the daemon has too many files open: try again later, or raise its limit"
 	}

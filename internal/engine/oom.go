@@ -56,6 +56,9 @@ func restartDue(s *shard.Sandbox) bool {
 	return s.State == shard.StateStopped && s.OOM != nil && s.OOM.RestartAt != nil
 }
 
+// hasCome says whether it is time for a start. One that is further away than any wait was set before the host's clock went back.
+func hasCome(due, now time.Time) bool { return !now.Before(due) || due.Sub(now) > oomMostWait }
+
 // restartLoop starts what is due, each tick, and makes up for what failed before: writes, cleanups, removals.
 func (e *Engine) restartLoop() {
 	tick := time.NewTicker(oomTick)
@@ -77,7 +80,7 @@ func (e *Engine) restartLoop() {
 				sb.catchUp()
 				e.finishLater(sb)
 				s := &sb.record().Sandbox
-				if restartDue(s) && !now.Before(*s.OOM.RestartAt) {
+				if restartDue(s) && hasCome(*s.OOM.RestartAt, now) {
 					e.wg.Go(func() { e.restart(s.ID) })
 				}
 			}

@@ -35,3 +35,13 @@ func TestOOMWaits(t *testing.T) {
 		t.Error("a start that was called off is due, or a shared record was changed")
 	}
 }
+
+// TestStartAfterClockChange: a host whose clock goes back by an hour does not wait that hour longer.
+func TestStartAfterClockChange(t *testing.T) {
+	now := time.Now()
+	for due, want := range map[time.Duration]bool{-time.Hour: true, 0: true, time.Second: false, oomMostWait: false, oomMostWait + time.Second: true, time.Hour: true} {
+		if got := hasCome(now.Add(due), now); got != want {
+			t.Errorf("a start due in %s: %v, want %v", due, got, want)
+		}
+	}
+}
