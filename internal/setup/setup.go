@@ -163,6 +163,9 @@ func (in *Installer) Steps(p *Plan) []string {
 	if p.HTTPAPI {
 		out = append(out, "make the group and the user "+account, "make an API key in "+KeyFile+", unless one is there")
 	}
+	if p.Preview != "" {
+		out = append(out, "lead browsers to ports of sandboxes below "+p.Preview)
+	}
 	if in.Systemd() {
 		out = append(out, "write systemd units and start: "+strings.Join(p.units(), ", ")+map[bool]string{true: " (also at boot)", false: " (not at boot)"}[p.StartAtBoot])
 	}
