@@ -111,6 +111,10 @@ func TestSecretClients(t *testing.T) {
 			echo "machine $host login user password $API_TOKEN" >/etc/apt/auth.conf.d/lab.conf
 			apt-get -qq -o APT::Sandbox::User=root update; apt-get -qq -o APT::Sandbox::User=root download lab-package; cat lab-package_1.0_all.deb`,
 			"nobody who only downloads it looks into it", func(password string) string { return basicLogin("user", password) })
+		// What a package does that brings authorities: the proxy stays trusted.
+		sh(t, d, id, `(cd /usr/share/ca-certificates; find . -name '*.crt' | cut -c3-) >/etc/ca-certificates.conf; cp /tmp/lab.pem /usr/local/share/ca-certificates/lab.crt
+			echo >$SSL_CERT_FILE; update-ca-certificates --fresh --hooksdir /nowhere >&2`)
+		trusts(t, "curl", ":")
 		has := func(t *testing.T, what string) {
 			t.Helper()
 			if why := d.Shard("exec", id, "cat", testenv.Missing+what); why.Code == 0 {

@@ -41,9 +41,10 @@ func TestSecretTrustFiles(t *testing.T) {
 		{"Fedora", "", "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem /etc/pki/tls/certs/ca-bundle.crt /etc/pki/tls/cert.pem /etc/ssl/certs/ca-bundle.crt", []testenv.Entry{
 			{Name: "etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem", Body: trusted, Mode: 0o444},
 			link("etc/pki/tls/certs/ca-bundle.crt", "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem"),
+			{Name: "etc/pki/ca-trust/source/anchors/"},
 			link("etc/pki/tls/cert.pem", "certs/ca-bundle.crt"), link("etc/ssl/certs", "../pki/tls/certs")}},
 		{"openSUSE", "", "/var/lib/ca-certificates/ca-bundle.pem /etc/ssl/ca-bundle.pem", []testenv.Entry{
-			file("var/lib/ca-certificates/ca-bundle.pem"), {Name: "var/lib/ca-certificates/pem/", Mode: 0o555},
+			file("var/lib/ca-certificates/ca-bundle.pem"), {Name: "var/lib/ca-certificates/pem/", Mode: 0o555}, {Name: "etc/pki/trust/anchors/", Mode: 0o555},
 			link("etc/ssl/ca-bundle.pem", "/var/lib/ca-certificates/ca-bundle.pem"), link("etc/ssl/certs", "/var/lib/ca-certificates/pem")}},
 		{"Nix", "", "/nix/store/cacert/etc/ca-bundle.crt /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-bundle.crt", []testenv.Entry{
 			{Name: "nix/store/cacert/etc/ca-bundle.crt", Body: trusted, Mode: 0o444}, {Name: "nix/store/cacert/etc/", Mode: 0o555},
@@ -90,6 +91,15 @@ func TestSecretTrustFiles(t *testing.T) {
 				want := strings.TrimSuffix(strings.Repeat("2\n", len(strings.Fields(l.paths))), "\n")
 				if out := sh(t, d, id, "for f in "+l.paths+"; do grep -c BEGIN $f; done"); out != want {
 					t.Errorf("certificates by each name: %q, want %q", out, want)
+				}
+				// Where a tool of the image makes the file anew, it finds the proxy's certificate.
+				anchors := sh(t, d, id, "cd /; ls usr/local/share/ca-certificates/* etc/pki/ca-trust/source/anchors/* etc/pki/trust/anchors/* 2>/dev/null || :")
+				if wantAnchor := map[string]string{"Fedora": "etc/pki/ca-trust/source/anchors/shard-proxy.crt", "openSUSE": "etc/pki/trust/anchors/shard-proxy.crt"}[l.name]; anchors != wantAnchor {
+					t.Errorf("anchors: %q, want %q", anchors, wantAnchor)
+				} else if anchors != "" {
+					if out := sh(t, d, id, "stat -c '%a %u:%g' /"+anchors+"; tail -n 5 $SSL_CERT_FILE >/tmp/last; tail -n 5 /"+anchors+" | cmp - /tmp/last"); out != "644 0:0" {
+						t.Errorf("the anchor: %q", out)
+					}
 				}
 				mode := "644"
 				for _, e := range l.entries {

@@ -20,6 +20,20 @@ var trustFiles = []string{
 	"/etc/ssl/cert.pem",                                 // older Alpine, Wolfi
 }
 
+// anchors are where images keep the authorities out of which their tools make that file anew: without the proxy's there, the next
+// package that has it made takes the proxy out of it.
+var anchors = []string{
+	"/usr/local/share/ca-certificates",          // Debian, Ubuntu, Alpine, Wolfi
+	"/etc/pki/ca-trust/source/anchors",          // Fedora, RHEL, Rocky, Amazon Linux
+	"/etc/pki/trust/anchors",                    // SUSE
+	"/etc/ca-certificates/trust-source/anchors", // Arch
+}
+
+// Anchors are directories, of which an image may have some, and a file that belongs there so that the proxy stays trusted.
+func (e *Enforcer) Anchors() (dirs []string, name string, content []byte) {
+	return anchors, "shard-proxy.crt", e.cfg.CA.PEM()
+}
+
 // Trust works out how to make a sandbox trust the proxy: add is to be put at the end of the file at path, which
 // secret.TrustVariables must name, and is empty where it was. read reads a file of the sandbox, following links within it;
 // where there is none it returns an error that is fs.ErrNotExist. An image without a trust file is refused as an invalid request.

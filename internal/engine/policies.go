@@ -38,6 +38,9 @@ type Enforcer interface {
 	// Trust works out how a sandbox comes to trust what the enforcer shows it in the place of hosts that get secrets: which of
 	// its files of certificates, read by read, needs what at its end. An image without one is refused as an invalid request.
 	Trust(read func(path string) ([]byte, error)) (path string, add []byte, err error)
+	// Anchors are directories, of which a sandbox may have some, and a file that belongs there so that it is still trusted when
+	// a tool of the image makes the file of Trust anew.
+	Anchors() (dirs []string, name string, content []byte)
 	// Verdicts counts all decisions since the daemon began, by source and verdict.
 	Verdicts() map[[2]string]int64
 }

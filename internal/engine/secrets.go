@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -284,16 +285,30 @@ func (e *Engine) plant(rec *record, root string) error {
 		return err
 	}
 	if len(add) > 0 {
-		err := rootfs.ReplaceFile(root, path, append(content, add...))
-		switch {
-		case errors.Is(err, unix.ENOSPC):
-			return shard.Wrap(shard.CodeInvalidRequest, err, "the proxy's certificate could not be added to %s in the sandbox: its disk is full", path)
-		case err != nil:
-			return shard.Wrap(shard.CodeInternal, err, "the proxy's certificate could not be added to %s in the sandbox", path)
+		if err := rootfs.ReplaceFile(root, path, append(content, add...)); err != nil {
+			return notPlanted(err, path)
+		}
+	}
+	dirs, name, anchor := e.Enforcer.Anchors()
+	for _, dir := range dirs {
+		if old, err := rootfs.ReadFile(root, filepath.Join(dir, name), int64(len(anchor))); err == nil && bytes.Equal(old, anchor) {
+			continue
+		}
+		// What the guest made of the directory is its own loss.
+		err := rootfs.AddFile(root, dir, name, anchor)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, rootfs.ErrNotPlain) {
+			return notPlanted(err, dir)
 		}
 	}
 	rec.TrustFile = path
 	return nil
+}
+
+func notPlanted(err error, where string) error {
+	if errors.Is(err, unix.ENOSPC) {
+		return shard.Wrap(shard.CodeInvalidRequest, err, "the proxy's certificate could not be added to %s in the sandbox: its disk is full", where)
+	}
+	return shard.Wrap(shard.CodeInternal, err, "the proxy's certificate could not be added to %s in the sandbox", where)
 }
 
 // misuseRest is the least time between two looks at what sandboxes tried: what they make us write is bounded.

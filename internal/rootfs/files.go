@@ -71,7 +71,7 @@ func ReadFile(root, path string, most int64) ([]byte, error) {
 
 // ReplaceFile gives an existing regular file in a mounted root in which nothing runs another content, in one step that
 // survives a crash. Owner and mode stay.
-func ReplaceFile(root, path string, data []byte) (err error) {
+func ReplaceFile(root, path string, data []byte) error {
 	old, err := openIn(root, path, unix.O_PATH)
 	if err != nil {
 		return err
@@ -99,7 +99,31 @@ func ReplaceFile(root, path string, data []byte) (err error) {
 		return err
 	}
 	defer dir.Close()
-	name, temp := filepath.Base(at), ".shard-new"
+	return put(dir, filepath.Base(at), data, was)
+}
+
+// AddFile puts a file that everybody may read into a directory of a mounted root in which nothing runs, in one step that survives a
+// crash; an older one goes. Where there is no such directory it is fs.ErrNotExist, where something else has the name ErrNotPlain.
+func AddFile(root, dir, name string, data []byte) error {
+	d, err := openIn(root, dir, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	var old, owner unix.Stat_t
+	if err := unix.Fstatat(int(d.Fd()), name, &old, unix.AT_SYMLINK_NOFOLLOW); err == nil && old.Mode&unix.S_IFMT == unix.S_IFDIR {
+		return ErrNotPlain
+	}
+	if err := unix.Fstat(int(d.Fd()), &owner); err != nil {
+		return fmt.Errorf("look at a directory in the root: %w", err)
+	}
+	owner.Mode = 0o644
+	return put(d, name, data, owner)
+}
+
+// put writes a file with the owner and the mode of like.
+func put(dir *os.File, name string, data []byte, like unix.Stat_t) error {
+	const temp = ".shard-new"
 	_ = unix.Unlinkat(int(dir.Fd()), temp, 0) // of a daemon that was killed
 	fd, err := unix.Openat(int(dir.Fd()), temp, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
@@ -107,7 +131,7 @@ func ReplaceFile(root, path string, data []byte) (err error) {
 	}
 	f := os.NewFile(uintptr(fd), temp)
 	_, err = f.Write(data)
-	err = errors.Join(err, f.Chown(int(was.Uid), int(was.Gid)), f.Chmod(fs.FileMode(was.Mode&0o777)), f.Sync(), f.Close())
+	err = errors.Join(err, f.Chown(int(like.Uid), int(like.Gid)), f.Chmod(fs.FileMode(like.Mode&0o777)), f.Sync(), f.Close())
 	if err == nil {
 		err = unix.Renameat(int(dir.Fd()), temp, int(dir.Fd()), name)
 	}

@@ -81,6 +81,29 @@ func TestFilesInHostileRoot(t *testing.T) {
 			t.Errorf("%s: %q, %+v, %v", path, data, st, err)
 		}
 	}
+	for dir, want := range map[string]error{"/srv": nil, "/etc/dir": nil, "/etc/ssl/out": fs.ErrNotExist, "/srv/plain": fs.ErrNotExist, "/etc/ssl/magic": fs.ErrNotExist, "/etc/loop/a": ErrNotPlain} {
+		if err := AddFile(root, dir, "added", []byte(dir)); !errors.Is(err, want) {
+			t.Errorf("add to %s: %v, want %v", dir, err, want)
+		} else if data, err := ReadFile(root, "/srv/added", 100); want == nil && (err != nil || string(data) != dir) {
+			t.Errorf("added to %s: %q, %v", dir, data, err)
+		}
+	}
+	for name, want := range map[string]error{"added": nil, "dir": ErrNotPlain} { // a link goes, and is not followed
+		_ = os.Remove(filepath.Join(root, "srv", name))
+		err := os.Symlink(outside, filepath.Join(root, "srv", name))
+		if want != nil {
+			err = errors.Join(os.Remove(filepath.Join(root, "srv", name)), os.Mkdir(filepath.Join(root, "srv", name), 0o755))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := AddFile(root, "/srv", name, []byte("new")); !errors.Is(err, want) {
+			t.Errorf("add %s: %v, want %v", name, err, want)
+		}
+		if err := os.Remove(filepath.Join(root, "srv", name)); err != nil {
+			t.Error(err)
+		}
+	}
 	entries, err := os.ReadDir(filepath.Join(root, "srv"))
 	if err != nil || len(entries) != 3 {
 		t.Errorf("left over: %v %v", entries, err)

@@ -109,6 +109,7 @@ func buildClients() (string, error) {
 	}
 	err = errors.Join(
 		script(`rm -rf "$2"; mkdir -p "$2/usr/local/bin" "$2/usr/local/lib" "$2/usr/lib/node_modules" "$2/usr/bin"
+			mkdir -p "$2/usr/local/share/ca-certificates"; echo 'made by the package where its script runs' >"$2/usr/local/share/ca-certificates/README"
 			mkdir -p "$2/usr/share/dpkg"; cp /usr/share/dpkg/*table "$2/usr/share/dpkg" # without which apt does not start
 			cp "$1"/get-* "$2/usr/local/bin"; cp "$1/Get.java" "$2/usr/local/lib"; mv "$2/usr/local/bin/get-node.mjs" "$2/usr/local/lib"
 			gcc -O1 -o "$2/usr/local/bin/lookup-glibc" "$1/lookup.c" -lresolv
@@ -142,7 +143,7 @@ func buildClients() (string, error) {
 		}
 	}
 	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
-		"apt", "curl", "git", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
+		"apt", "curl", "git", "openssl", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
 }
 
 // machine is the architecture as C compilers name it.
