@@ -10,10 +10,10 @@ import (
 
 // System calls on sockets that never wait, of which Go's scheduler does not hear. What it hears of wakes its monitor
 // thread, and that looks every 20 µs for a millisecond whether anybody waits: under gVisor, where each wake-up costs more
-// than a call, that was a large part of a short exchange. What moves much at once goes the usual way, since it is the
+// than a call, that was a large part of a short exchange. Who writes much at once goes the usual way, since it is the
 // monitor that keeps a busy goroutine from having the processor for itself.
 
-// rawMost is how many bytes are moved by one call of which the scheduler does not hear.
+// rawMost is how many bytes are written by one call of which the scheduler does not hear.
 const rawMost = 16 << 10
 
 // maxPieces is how many pieces one call writes.
