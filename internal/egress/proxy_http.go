@@ -33,6 +33,7 @@ const (
 
 var (
 	errManyConns = errors.New("the sandbox has too many connections through the proxy")
+	errNoAnswer  = errors.New("the host's answer is none")
 	errHeld      = errors.New("the sandbox has too much under way through the proxy")
 )
 
@@ -212,6 +213,12 @@ func (p *Proxy) forwarder() http.Handler {
 		Rewrite:       rewrite,
 		ModifyResponse: func(resp *http.Response) error {
 			x := resp.Request.Context().Value(exchangeKey{}).(*exchange)
+			switch code := resp.StatusCode; {
+			case code < 100: // three digits, but no status: net/http would panic
+				return errNoAnswer
+			case code == http.StatusNoContent, code == http.StatusNotModified:
+				resp.Header.Del("Content-Length") // of what does not come, which clients of HTTP/2 wait for
+			}
 			share := headSize(resp.Header)
 			if resp.ProtoMajor == 2 {
 				share += answerWindow

@@ -4,10 +4,14 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/tls"
 	"fmt"
 	"io"
+	"log"
 	"net"
 	"net/http"
+	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -261,6 +265,66 @@ func TestManyConnections(t *testing.T) {
 	for _, c := range all {
 		if resp, err := http.ReadResponse(bufio.NewReader(c), nil); err != nil || resp.StatusCode != 200 {
 			t.Fatalf("%v %v", resp, err)
+		}
+	}
+}
+
+// TestOddAnswers: what a host sends that other parsers read in another way, or that is no answer, reaches the sandbox as an answer
+// all the same.
+func TestOddAnswers(t *testing.T) {
+	log.SetOutput(io.Discard) // net/http quotes what hosts send
+	defer log.SetOutput(os.Stderr)
+	r := newRig(t)
+	cert := r.world.issue(t, leafOptions{name: "good.test"})
+	r.serve("good.test", public, what, cert, false)
+	host := listenLocal(t)
+	answers := make(chan string, 1)
+	go func() {
+		for {
+			c, err := host.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				conn := tls.Server(c, &tls.Config{Certificates: []tls.Certificate{cert}})
+				defer conn.Close()
+				if _, err := http.ReadRequest(bufio.NewReader(conn)); err == nil {
+					_, _ = io.WriteString(conn, <-answers)
+				}
+			}()
+		}
+	}()
+	r.mu.Lock()
+	r.servers[netip.AddrPortFrom(netip.MustParseAddr(public), 443)] = host.Addr().String()
+	r.mu.Unlock()
+	b := r.box(Subject{Policy: policyOf(t, "allow *"), Secrets: always})
+	for _, h2 := range []bool{false, true} {
+		c := b.client(r.pool, h2)
+		for _, try := range []struct {
+			sent   string
+			status int
+			body   string
+		}{
+			{"000 None\r\nContent-Length: 0\r\n\r\n", 502, ""},
+			{"099 None\r\nContent-Length: 0\r\n\r\n", 502, ""},
+			{"999 Much\r\nContent-Length: 2\r\n\r\nok", 999, "ok"},
+			{"101 Switching\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nok", 502, ""},
+			{"204 None\r\nContent-Length: 2\r\n\r\nno", 204, ""},
+			{"304 Same\r\nContent-Length: 2\r\n\r\nno", 304, ""},
+			{"200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok!", 502, ""},
+			{"200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n2;x=\"\r\nok\r\n0\r\n\r\n", 200, "ok"},
+			{"200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", 502, ""},
+			{"200 OK\r\nX: a\r\n b\r\nContent-Length: 2\r\n\r\nok", 200, "ok"},
+			{"200 OK\r\nX: a\x00b\r\nContent-Length: 2\r\n\r\nok", 502, ""},
+			{"200 OK\r\nContent-Length: -2\r\n\r\nok", 502, ""},
+			{"200 OK\r\nConnection: close\r\n\r\nok", 200, "ok"},
+			{"no answer\r\n\r\n", 502, ""},
+		} {
+			answers <- "HTTP/1.1 " + try.sent
+			status, body := get(t, c, "https://good.test/")
+			if status != try.status || status != 502 && body != try.body {
+				t.Errorf("%q: %d %q", try.sent, status, body)
+			}
 		}
 	}
 }
