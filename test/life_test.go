@@ -511,3 +511,34 @@ func TestCase132(t *testing.T) {
 		t.Logf("before %+v, after %+v", before, after)
 	})
 }
+
+// TestWreckedSandboxStarts: whatever a sandbox made of its own files, it starts again, so that its files can be got at.
+func TestWreckedSandboxStarts(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		for name, wreck := range map[string]string{
+			"etc leads to the kernel": "rm -rf /etc && ln -s /proc /etc",
+			"etc is a device's":       "rm -rf /etc && mknod /etc p",
+			"directories for files":   "rm -f /etc/resolv.conf && mkdir -p /etc/resolv.conf/x && rm -rf /srv && echo >/srv",
+			"no user any more":        "rm -f /etc/passwd",
+			"no inodes left":          "i=0; while true >/root/f$i; do i=$((i+1)); done 2>/dev/null; test $i -gt 500",
+			"no blocks left":          "for bs in 64k 4k 1; do dd if=/dev/zero bs=$bs >>/big; done 2>/dev/null; test -s /big",
+		} {
+			id := box(t, d, provider, "--disk", "8MiB", "--user", "nobody", "--workdir", "/srv/work")
+			if r := d.Shard("exec", "--user", "0", id, "sh", "-c", wreck); r.Code != 0 {
+				t.Errorf("%s: %+v", name, r)
+			}
+			for range 2 {
+				d.Must("stop", id)
+				if r := d.Shard("start", id); r.Code != 0 {
+					t.Errorf("%s: start: %s", name, r.Stderr)
+				}
+			}
+			if r := d.Shard("exec", "--user", "0", "--workdir", "/", id, "echo", "here"); r.Stdout != "here\n" {
+				t.Errorf("%s: exec: %+v", name, r)
+			}
+			d.Must("remove", "--force", id)
+		}
+	})
+}

@@ -62,7 +62,7 @@ func (m *Manager) makeTemplate(ctx context.Context, diskMiB int64) (string, erro
 		return "", fmt.Errorf("make a disk template: %w", err)
 	}
 	defer os.RemoveAll(content)
-	if err := makeOverlayDirs(content); err != nil {
+	if err := errors.Join(makeOverlayDirs(content), keepSpare(content)); err != nil {
 		return "", fmt.Errorf("make a disk template: %w", err)
 	}
 	f, err := os.CreateTemp(m.templates, scratchPrefix)

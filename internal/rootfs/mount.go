@@ -71,8 +71,55 @@ func (m *Manager) mountBoth(ctx context.Context, sandboxDir, layersDir string, l
 	if err := m.mountDisk(ctx, sandboxDir); err != nil {
 		return fmt.Errorf("mount the sandbox's disk: %w", err)
 	}
-	if err := mountOverlay(sandboxDir, layersDir, layers); err != nil {
+	disk, root := filepath.Join(sandboxDir, diskDir), filepath.Join(sandboxDir, rootDir)
+	err = mountOverlay(sandboxDir, layersDir, layers)
+	if errors.Is(err, unix.ENOSPC) { // the guest has used all of its disk, or every inode
+		if err = errors.Join(m.unmountPoint(ctx, root), removeEmpty(root), os.RemoveAll(filepath.Join(disk, spareDir))); err == nil {
+			err = mountOverlay(sandboxDir, layersDir, layers)
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("mount the sandbox's root: %w", err)
+	}
+	if err := keepSpare(disk); err != nil { // before the guest can take its place
+		m.log.Debug("there is no spare room on a disk", "disk", disk, "error", err)
+	}
+	return nil
+}
+
+// spareDir on the sandbox's disk holds what mounting its root needs for a moment: a guest that fills its disk to the last inode
+// must not keep itself from ever starting again.
+const (
+	spareDir   = "spare"
+	spareFiles = 8 // of a block each
+)
+
+// keepSpare makes what is missing of the spare files.
+func keepSpare(disk string) error {
+	dir := filepath.Join(disk, spareDir)
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	for i := range spareFiles {
+		f, err := os.OpenFile(filepath.Join(dir, strconv.Itoa(i)), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+		if errors.Is(err, fs.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		_, err = f.Write(make([]byte, 4096))
+		if err = errors.Join(err, f.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeEmpty removes a mount point, if it is there.
+func removeEmpty(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove the mount point: %w", err)
 	}
 	return nil
 }
@@ -313,8 +360,8 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 			return err
 		}
 		// Removing the mount point also takes the mount out of other namespaces that inherited a copy of it.
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove the mount point: %w", err)
+		if err := removeEmpty(path); err != nil {
+			return err
 		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, m.detachTimeout)

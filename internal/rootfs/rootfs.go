@@ -9,7 +9,7 @@
 // In a sandbox's directory:
 //
 //	disk.img  the disk; its blocks are what the sandbox costs the host
-//	disk/     where the disk is mounted, with upper/ and work/ inside (only while mounted)
+//	disk/     where the disk is mounted, with upper/, work/ and spare/ inside (only while mounted)
 //	rootfs/   the writable root (only while mounted)
 //
 // The package knows directories and sizes. It must not know images, sandboxes' records, providers or networks. Calls for

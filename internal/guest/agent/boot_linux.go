@@ -28,10 +28,16 @@ func (a *agent) boot(r *request) error {
 		return err
 	}
 	_ = unix.Sethostname([]byte(args.Hostname)) // the provider has set it where PID 1 may not
-	for name, content := range args.Files {
-		if !args.First && name != "/etc/resolv.conf" {
-			continue
+	if !args.First {
+		// The guest may have made anything of its files, full disks included. Each command says what that breaks; a sandbox that
+		// does not start would keep its files from everybody for good.
+		if content, given := args.Files["/etc/resolv.conf"]; given {
+			_ = replaceFile("/etc/resolv.conf", content)
 		}
+		_ = os.MkdirAll(string(args.Workdir), 0o755)
+		return nil
+	}
+	for name, content := range args.Files {
 		if err := replaceFile(name, content); err != nil {
 			return shard.Wrap(shard.CodeInternal, err, "cannot write %s in the sandbox: %s", name, reason(err))
 		}

@@ -370,7 +370,15 @@ func TestBoot(t *testing.T) {
 	args.First, args.Files = false, map[string]string{"/etc/hostname": "other\n", "/etc/resolv.conf": "nameserver 192.0.2.2\n"}
 	b.must(s.Call(b.ctx(), guest.OpBoot, args, nil))
 	check(map[string]string{"/etc/hostname": "web\n", "/etc/resolv.conf": "nameserver 192.0.2.2\n"})
-	args.User = "nosuch"
+	// A guest that has lost its user, its workdir and /etc starts all the same.
+	b.must(os.Rename(filepath.Join(b.root, "etc"), filepath.Join(b.root, "old")))
+	b.must(os.Symlink("/proc", filepath.Join(b.root, "etc")))
+	lost := args
+	lost.User, lost.Workdir = "nosuch", "/tmp/canary/x"
+	b.must(s.Call(b.ctx(), guest.OpBoot, lost, nil))
+	b.must(os.Remove(filepath.Join(b.root, "etc")))
+	b.must(os.Rename(filepath.Join(b.root, "old"), filepath.Join(b.root, "etc")))
+	args.User, args.First = "nosuch", true
 	if err := s.Call(b.ctx(), guest.OpBoot, args, nil); shard.CodeOf(err) != shard.CodeInvalidRequest || !strings.Contains(err.Error(), "nosuch") {
 		t.Errorf("an unknown user: %v", err)
 	}
