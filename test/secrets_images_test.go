@@ -202,10 +202,10 @@ func TestSecretImages(t *testing.T) {
 	setSecret(t, d, value, "--dest", "dest.lab.test", "--dest", testenv.LabAPT, "--dest", testenv.LabGit, "API_TOKEN")
 	// A shell for images that have none, and a client for those without any.
 	dir := t.TempDir()
-	shell, client := filepath.Join(dir, "busybox"), filepath.Join(dir, "get-go")
+	shell, getGo := filepath.Join(dir, "busybox"), filepath.Join(dir, "get-go")
 	entries := testenv.BusyboxEntries(t)
 	at := slices.IndexFunc(entries, func(e testenv.Entry) bool { return e.Name == "bin/busybox" })
-	for path, body := range map[string][]byte{shell: []byte(entries[at].Body), client: testenv.GoClient(t)} {
+	for path, body := range map[string][]byte{shell: []byte(entries[at].Body), getGo: testenv.GoClient(t)} {
 		if err := os.WriteFile(path, body, 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -217,7 +217,7 @@ func TestSecretImages(t *testing.T) {
 			d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 				id := box(t, d, provider, "--secret", "API_TOKEN", ref)
 				d.Must("cp", shell, id+":/busybox-test")
-				d.Must("cp", client, id+":/get-go")
+				d.Must("cp", getGo, id+":/get-go")
 				sh, bare := []string{"/bin/sh", "-c"}, d.Shard("exec", id, "/bin/sh", "-c", ":").Code != 0
 				if bare {
 					sh = []string{"/busybox-test", "sh", "-c"}
@@ -231,7 +231,17 @@ func TestSecretImages(t *testing.T) {
 					t.Fatalf("trust the lab: %+v", world)
 				}
 				var ran []string
-				for _, c := range []struct{ name, script string }{
+				type client struct{ name, script string }
+				asks := func(c client) {
+					t.Helper()
+					for host, key := range map[string]string{"dest.lab.test": value, "other.lab.test": mock} {
+						r := run("export h=" + host + "; " + c.script)
+						if all := got.take(); r.Code != 0 || len(all) != 1 || all[0].Header.Get("Key") != key || !strings.HasPrefix(r.Stdout, "echo "+mock+" ") {
+							t.Errorf("%s to %s: %+v, %+v", c.name, host, r, all)
+						}
+					}
+				}
+				for _, c := range []client{
 					{"/get-go", `/get-go https://$h/ "Key: $API_TOKEN"`},
 					{"curl", `curl -sS --fail -H "Key: $API_TOKEN" https://$h/`},
 					{"wget", `wget -q -O - --header "Key: $API_TOKEN" https://$h/`},
@@ -242,12 +252,7 @@ func TestSecretImages(t *testing.T) {
 						continue
 					}
 					ran = append(ran, c.name)
-					for host, key := range map[string]string{"dest.lab.test": value, "other.lab.test": mock} {
-						r := run("export h=" + host + "; " + c.script)
-						if all := got.take(); r.Code != 0 || len(all) != 1 || all[0].Header.Get("Key") != key || !strings.HasPrefix(r.Stdout, "echo "+mock+" ") {
-							t.Errorf("%s to %s: %+v, %+v", c.name, host, r, all)
-						}
-					}
+					asks(c)
 				}
 				for _, c := range []struct{ name, host, script string }{
 					{"apt-get", testenv.LabAPT, `echo "deb [trusted=yes] https://user:$API_TOKEN@$h lab main" >/tmp/lab.list
@@ -271,6 +276,14 @@ func TestSecretImages(t *testing.T) {
 							t.Errorf("%s to %s: %+v, %q", c.name, host, r, logins)
 						}
 					}
+				}
+				if has("update-ca-certificates") {
+					ran = append(ran, "update-ca-certificates")
+					anew := d.Feed(bytes.NewReader(d.Lab().CA()), "exec", "-i", "--user", "0", id, "/bin/sh", "-c", "cat >/usr/local/share/ca-certificates/lab.crt; echo >$SSL_CERT_FILE; update-ca-certificates")
+					if anew.Code != 0 {
+						t.Errorf("update-ca-certificates: %+v", anew)
+					}
+					asks(client{"/get-go behind update-ca-certificates", `/get-go https://$h/ "Key: $API_TOKEN"`})
 				}
 				t.Logf("%s: %s", provider, strings.Join(ran, ", "))
 			})
