@@ -272,7 +272,7 @@ func story(t *testing.T, d *testenv.Daemon, provider string, args ...string) {
 	// A key of few rights.
 	reader := mint(t, d, "--name", "reader", "--scopes", "sandbox:read,sandbox:write")
 	s.must(reader, "inspect", "far")
-	for _, c := range [][]string{{"exec", "far", "true"}, {"remove", "--force", "far"}, {"cp", "far:/etc/passwd", "-"}, {"create", "--secret", "A", image}, {"create", "--policy", "p", image}} {
+	for _, c := range [][]string{{"exec", "far", "true"}, {"remove", "--force", "far"}, {"cp", "far:/etc/passwd", t.TempDir()}, {"create", "--secret", "A", image}, {"create", "--policy", "p", image}} {
 		if r := testenv.Run(t, s.cli(reader, c...)); r.Code != 1 || !strings.Contains(r.Stderr, "lacks the scope") {
 			t.Errorf("%q: %+v", c, r)
 		}
