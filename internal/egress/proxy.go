@@ -349,6 +349,12 @@ func (g *guestConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
+func (g *guestConn) Write(b []byte) (int, error) {
+	g.heading.write(g.client, true)
+	defer g.heading.write(g.client, false)
+	return g.Conn.Write(b)
+}
+
 // CloseWrite lets net/http end a connection without a reset while the other side still sends, so that it can read why.
 func (g *guestConn) CloseWrite() error {
 	if half, ok := g.Conn.(interface{ CloseWrite() error }); ok {
@@ -361,7 +367,7 @@ func (g *guestConn) Close() error {
 	err := net.ErrClosed
 	g.once.Do(func() {
 		g.client.remove(g)
-		g.heading.end(g.client, false)
+		g.heading.close(g.client)
 		err = g.Conn.Close()
 	})
 	return err

@@ -17,29 +17,43 @@ const (
 	usualHead, fieldWeight = 8 << 10, 256
 )
 
+// A client of HTTP/2 that takes nothing can have thousands of answers of the protocol itself (to pings and settings) wait for it, of
+// which each takes stuckWeight as much as the question. What is read while a write waits is held so, beyond freeStuck.
+const (
+	freeStuck   = 16 << 10
+	stuckWeight = 4
+)
+
 // heading counts what was read of a connection since it was last said to begin.
 type heading struct {
 	mu      sync.Mutex // before that of the client
 	on      bool
-	never   bool // again: of HTTP/2 a connection has one head at a time, of a bounded size, and bodies beside it
+	http2   bool // it does not begin again: a connection has one head at a time, of a bounded size, and bodies beside it
+	writing bool
 	n, held int
 }
 
 func (h *heading) begin() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.on, h.n = !h.never, 0
+	if !h.http2 {
+		h.on, h.n = true, 0
+	}
 }
 
 // read counts n more bytes; false where the sandbox has no more room for them.
 func (h *heading) read(c *client, n int) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	weight, free := headWeight, freeHead
 	if !h.on {
-		return true
+		if !h.http2 || !h.writing {
+			return true
+		}
+		weight, free = stuckWeight, freeStuck
 	}
 	h.n += n
-	more := headWeight*(h.n-freeHead) - h.held
+	more := weight*(h.n-free) - h.held
 	if more <= 0 {
 		return true
 	}
@@ -50,13 +64,33 @@ func (h *heading) read(c *client, n int) bool {
 	return true
 }
 
+// write says that a write begins, or that it has ended.
+func (h *heading) write(c *client, begins bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.writing = begins; h.http2 {
+		c.release(h.held)
+		h.n, h.held = 0, 0
+	}
+}
+
 // end says that what was read makes sense now, and is held as what it is.
 func (h *heading) end(c *client, http2 bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.never = h.never || http2
+	if h.http2 { // more than one request is under way
+		return
+	}
 	c.release(h.held)
-	h.on, h.n, h.held = false, 0, 0
+	h.on, h.http2, h.n, h.held = false, http2, 0, 0
+}
+
+// close gives back what is held of a connection that is gone.
+func (h *heading) close(c *client) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	c.release(h.held)
+	h.on, h.http2, h.held = false, false, 0
 }
 
 // headSize is about what the head of a request or an answer takes in memory beyond the usual, in bytes; others are the lengths of
@@ -93,7 +127,7 @@ func (h *hostConn) Read(b []byte) (int, error) {
 func (h *hostConn) Close() error {
 	h.once.Do(func() {
 		h.client.give()
-		h.heading.end(h.client, false)
+		h.heading.close(h.client)
 	})
 	return h.Conn.Close()
 }

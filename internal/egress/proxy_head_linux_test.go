@@ -10,12 +10,16 @@ import (
 	"net/http"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+
+	"github.com/useshards/shard"
 )
 
 // fields are n bytes of the shortest fields that a head can have, which take twenty times as much in memory.
@@ -120,13 +124,7 @@ func TestHeadsAreOfTheShare(t *testing.T) {
 			for _, one := range all {
 				_ = one.Close()
 			}
-			client := r.proxy.clients[bad.id]
-			held := func() int { client.mu.Lock(); defer client.mu.Unlock(); return client.held }
-			for deadline := time.Now().Add(time.Minute); held() != 0; time.Sleep(10 * time.Millisecond) {
-				if time.Now().After(deadline) {
-					t.Fatalf("%d bytes are held for nothing", held())
-				}
-			}
+			r.proxy.clients[bad.id].returned(t, 0)
 		})
 	}
 }
@@ -170,6 +168,72 @@ func TestLongHeads(t *testing.T) {
 				t.Fatalf("%v %v", resp, err)
 			}
 			resp.Body.Close()
+		}
+	}
+}
+
+// TestQuestionsWhoseAnswersNobodyTakes: pings over HTTP/2 whose answers wait in the proxy are of the share too.
+func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
+	r := newRig(t)
+	r.host("good.test", public, what)
+	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
+	var pings, head bytes.Buffer
+	f := http2.NewFramer(&pings, nil)
+	for range 9000 { // net/http itself ends a connection with more than 10,000
+		_ = f.WritePing(false, [8]byte{1})
+	}
+	enc := hpack.NewEncoder(&head)
+	for _, h := range [][2]string{{":method", "GET"}, {":scheme", "http"}, {":authority", "good.test"}, {":path", "/"}} {
+		_ = enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+	}
+	client := r.proxy.clients[b.id]
+	const taken = maxHeld - 4<<20
+	client.hold(taken)
+	var all []net.Conn
+	for range 200 {
+		c := b.raw(80).(*net.TCPConn)
+		_, _ = io.WriteString(c, http2.ClientPreface)
+		f := http2.NewFramer(c, c)
+		_ = f.WriteSettings()
+		_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndStream: true, EndHeaders: true})
+		for {
+			frame, err := f.ReadFrame()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if frame.Header().StreamID == 1 && frame.Header().Flags.Has(http2.FlagDataEndStream) {
+				break
+			}
+		}
+		all = append(all, c)
+		_ = c.SetReadBuffer(1)
+		client.mu.Lock()
+		for g := range client.conns {
+			_ = g.Conn.(*net.TCPConn).SetWriteBuffer(1) // else the kernel takes a hundred thousand answers
+		}
+		client.mu.Unlock()
+		_ = c.SetWriteDeadline(time.Now().Add(time.Minute))
+		_, _ = c.Write(pings.Bytes())
+		if slices.ContainsFunc(r.log(b.id), func(d shard.EgressDecision) bool { return d.Rule == ruleLimit }) {
+			break
+		}
+	}
+	if len(all) == 200 {
+		t.Error("there is room for the answers of all")
+	}
+	for _, c := range all {
+		_ = c.Close()
+	}
+	client.returned(t, taken)
+}
+
+// returned waits until no more is held of a sandbox than that.
+func (c *client) returned(t *testing.T, least int) {
+	t.Helper()
+	held := func() int { c.mu.Lock(); defer c.mu.Unlock(); return c.held }
+	for deadline := time.Now().Add(time.Minute); held() != least; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d bytes are held, want %d", held(), least)
 		}
 	}
 }
