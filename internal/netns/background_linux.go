@@ -3,11 +3,9 @@ package netns
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"sync"
 	"time"
-
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 )
 
 // fill keeps the pool full: Pool finished links, the last of which waits in its hand. A namespace that was used is
@@ -92,10 +90,9 @@ func (n *Net) guard(ctx context.Context) {
 
 // forgetFlows makes every connection of a sandbox one that has yet to be judged. Those that are allowed go on.
 func (n *Net) forgetFlows() error {
-	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
-		if _, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, family, flowsWithin{n.leases.block, n.leases.twin}); err != nil {
-			return fmt.Errorf("forget the connections of sandboxes: %w", err)
-		}
+	err := n.forget(func(a netip.Addr) bool { return n.leases.block.Contains(a) || n.leases.twin.Contains(a) })
+	if err != nil {
+		return fmt.Errorf("forget the connections of sandboxes: %w", err)
 	}
 	return nil
 }
@@ -168,7 +165,7 @@ func (r *reaper) run() {
 
 func (n *Net) tearDown(batch []corpse) {
 	log := n.cfg.Log
-	addrs := flows{}
+	addrs := map[netip.Addr]bool{}
 	clean := make([]bool, len(batch))
 	for i, c := range batch {
 		err := n.deleteLink(c.slot)
@@ -184,16 +181,13 @@ func (n *Net) tearDown(batch []corpse) {
 		addrs[addr], addrs[addr6] = true, true
 	}
 	// The next holder of an address must not inherit its flows.
-	flushed := true
-	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
-		if _, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, family, addrs); err != nil {
-			log.Error("cannot forget the connections of removed sandboxes; their addresses stay out of use until the daemon restarts", "err", err)
-			flushed = false
-		}
+	err := n.forget(func(a netip.Addr) bool { return addrs[a] })
+	if err != nil {
+		log.Error("cannot forget the connections of removed sandboxes; their addresses stay out of use until the daemon restarts", "err", err)
 	}
 	n.mu.Lock()
 	for i, c := range batch {
-		if c.free && clean[i] && flushed {
+		if c.free && clean[i] && err == nil {
 			n.leases.free(c.slot)
 		}
 	}

@@ -352,28 +352,23 @@ func isNamespace(path string) bool {
 	return unix.Statfs(path, &st) == nil && st.Type == unix.NSFS_MAGIC
 }
 
-// flows matches the tracked connections of a set of addresses.
-type flows map[netip.Addr]bool
+// flows matches the tracked connections of some addresses, for netlink.ConntrackDeleteFilters.
+type flows func(netip.Addr) bool
 
-// MatchConntrackFlow is for netlink.ConntrackDeleteFilters.
+// MatchConntrackFlow says whether one of the flow's addresses is among them.
 func (f flows) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
-	return ofFlow(flow, func(a netip.Addr) bool { return f[a] })
-}
-
-// flowsWithin matches the tracked connections of all addresses of some blocks.
-type flowsWithin []netip.Prefix
-
-// MatchConntrackFlow is for netlink.ConntrackDeleteFilters.
-func (f flowsWithin) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
-	return ofFlow(flow, func(a netip.Addr) bool {
-		return slices.ContainsFunc(f, func(block netip.Prefix) bool { return block.Contains(a) })
-	})
-}
-
-// ofFlow says whether an address of a tracked connection is one of those.
-func ofFlow(flow *netlink.ConntrackFlow, those func(netip.Addr) bool) bool {
 	return slices.ContainsFunc([]net.IP{flow.Forward.SrcIP, flow.Forward.DstIP, flow.Reverse.SrcIP, flow.Reverse.DstIP}, func(ip net.IP) bool {
 		a, ok := netip.AddrFromSlice(ip)
-		return ok && those(a.Unmap())
+		return ok && f(a.Unmap())
 	})
+}
+
+// forget has the kernel forget tracked connections, of both families.
+func (n *Net) forget(these flows) error {
+	var errs []error
+	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+		_, err := n.rt.ConntrackDeleteFilters(netlink.ConntrackTable, family, these)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }
