@@ -245,6 +245,7 @@ type client struct {
 	ended    bool
 	reported time.Time // when limited was last recorded
 	held     int       // bytes, of maxHeld
+	stuck    int       // bytes, of maxStuck
 	upstream int       // connections for requests
 	trunk    *trunk
 }
@@ -319,6 +320,14 @@ func (c *client) release(n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.held -= n
+}
+
+// stick counts bytes that wait for the sandbox to take answers, and returns how many there are.
+func (c *client) stick(n int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.stuck += n
+	return c.stuck
 }
 
 // guestConn is a connection of a sandbox.

@@ -18,10 +18,12 @@ const (
 )
 
 // A client of HTTP/2 that takes nothing can have thousands of answers of the protocol itself (to pings and settings) wait for it, of
-// which each takes stuckWeight as much as the question. What is read while a write waits is held so, beyond freeStuck.
+// which each takes stuckWeight as much as the question. What is read while a write waits is counted so, beyond freeStuck, and
+// bounded for all connections of a sandbox; not by its share, since where that is used up requests are still answered.
 const (
 	freeStuck   = 16 << 10
 	stuckWeight = 4
+	maxStuck    = 8 << 20
 )
 
 // heading counts what was read of a connection since it was last said to begin.
@@ -30,7 +32,9 @@ type heading struct {
 	on      bool
 	http2   bool // it does not begin again: a connection has one head at a time, of a bounded size, and bodies beside it
 	writing bool
-	n, held int
+	n       int
+	held    int // of the share
+	stuck   int // of maxStuck
 }
 
 func (h *heading) begin() {
@@ -45,22 +49,20 @@ func (h *heading) begin() {
 func (h *heading) read(c *client, n int) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	weight, free := headWeight, freeHead
-	if !h.on {
-		if !h.http2 || !h.writing {
-			return true
+	switch {
+	case h.on:
+		h.n += n
+		more := max(headWeight*(h.n-freeHead)-h.held, 0)
+		if !c.hold(more) {
+			return false
 		}
-		weight, free = stuckWeight, freeStuck
+		h.held += more
+	case h.http2 && h.writing:
+		h.n += n
+		more := max(stuckWeight*(h.n-freeStuck)-h.stuck, 0)
+		h.stuck += more
+		return c.stick(more) <= maxStuck
 	}
-	h.n += n
-	more := weight*(h.n-free) - h.held
-	if more <= 0 {
-		return true
-	}
-	if !c.hold(more) {
-		return false
-	}
-	h.held += more
 	return true
 }
 
@@ -69,8 +71,8 @@ func (h *heading) write(c *client, begins bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.writing = begins; h.http2 {
-		c.release(h.held)
-		h.n, h.held = 0, 0
+		c.stick(-h.stuck)
+		h.n, h.stuck = 0, 0
 	}
 }
 
@@ -90,7 +92,8 @@ func (h *heading) close(c *client) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	c.release(h.held)
-	h.on, h.http2, h.held = false, false, 0
+	c.stick(-h.stuck)
+	h.on, h.http2, h.held, h.stuck = false, false, 0, 0
 }
 
 // headSize is about what the head of a request or an answer takes in memory beyond the usual, in bytes; others are the lengths of
