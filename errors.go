@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
+	"unicode"
+	"unicode/utf8"
 )
 
 // Code is the machine-readable name of a refusal. Clients match on it; the set is closed.
@@ -80,12 +83,30 @@ func (e *Error) Unwrap() error { return e.Err }
 
 // Errorf makes an Error whose text is public, and which has no cause: Wrap keeps one.
 func Errorf(code Code, format string, args ...any) *Error {
-	return &Error{Code: code, Message: fmt.Errorf(format, args...).Error()}
+	return &Error{Code: code, Message: oneLine(fmt.Errorf(format, args...).Error())}
 }
 
 // Wrap makes an Error with a public text and a private cause.
 func Wrap(code Code, cause error, format string, args ...any) *Error {
-	return &Error{Code: code, Message: fmt.Sprintf(format, args...), Err: cause}
+	return &Error{Code: code, Message: oneLine(fmt.Sprintf(format, args...)), Err: cause}
+}
+
+// maxMessage bounds the text of an Error, in bytes.
+const maxMessage = 4096
+
+// oneLine keeps a message one line that any terminal and any log can show: part of it may come from a registry, a certificate or
+// a sandbox.
+func oneLine(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r == utf8.RuneError || !unicode.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, s)
+	if len(s) > maxMessage {
+		s = strings.ToValidUTF8(s[:maxMessage-len("…")], "") + "…"
+	}
+	return s
 }
 
 // Invalidf is Errorf with invalid_request, the most common refusal.

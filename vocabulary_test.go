@@ -3,6 +3,7 @@ package shard
 import (
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
 
 func TestWordLists(t *testing.T) {
@@ -129,4 +130,17 @@ func FuzzParseSize(f *testing.F) {
 			t.Fatalf("ParseSize(%q) = %d", s, mib)
 		}
 	})
+}
+
+// A message is one line that can be shown, whatever somebody else put into it.
+func TestMessagesAreOneLine(t *testing.T) {
+	hostile := "a\x1b[2Jb\nc\xffd\u202e" + strings.Repeat("é", 5000)
+	for _, err := range []*Error{Errorf(CodeInternal, "x %s", hostile), Wrap(CodeInternal, nil, "x %s", hostile), Invalidf("x %s", hostile)} {
+		if m := err.Message; !strings.HasPrefix(m, "x a?[2Jb?c?d?éé") || len(m) > 4096 || !utf8.ValidString(m) || !strings.HasSuffix(m, "é…") {
+			t.Errorf("%d bytes: %.40q", len(m), m)
+		}
+	}
+	if m := Errorf(CodeInternal, "said: %q …", "ok").Message; m != `said: "ok" …` {
+		t.Errorf("%q", m)
+	}
 }

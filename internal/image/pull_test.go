@@ -127,7 +127,8 @@ func TestPlatforms(t *testing.T) {
 	raw := index("multi", types.OCIImageIndex, desc(other, "linux", "s390x", ""), attest, desc(other, "windows", runtime.GOARCH, ""),
 		desc(other, "linux", runtime.GOARCH, "v9"), desc(mine, "linux", runtime.GOARCH, ""))
 	index("list", types.DockerManifestList, desc(other, "linux", "s390x", ""), desc(mine, "linux", runtime.GOARCH, ""))
-	index("foreign", types.OCIImageIndex, desc(other, "linux", "s390x", ""), desc(other, "linux", "riscv64", ""), attest)
+	index("foreign", types.OCIImageIndex, desc(other, "linux", "s390x", ""), desc(other, "linux", "riscv64", ""), attest,
+		desc(other, "evil", strings.Repeat("y", 500), ""), desc(other, "evil\x1b[2J", "y", ""))
 
 	repo := r.host + "/p"
 	for _, ref := range []string{repo + ":multi", repo + ":list", repo + "@" + digestOf(raw), repo + ":multi@" + digestOf(raw)} {
@@ -140,6 +141,9 @@ func TestPlatforms(t *testing.T) {
 	}
 	_, err := s.Pull(context.Background(), repo+":foreign", nil)
 	wantCode(t, err, shard.CodeInvalidRequest, "linux/"+runtime.GOARCH, "linux/riscv64, linux/s390x")
+	if text := publicText(err); strings.Contains(text, "evil") {
+		t.Errorf("the message shows what is no platform: %s", text)
+	}
 	_, err = s.Pull(context.Background(), repo+":other", nil)
 	wantCode(t, err, shard.CodeInvalidRequest, "linux/s390x")
 	_, err = s.Pull(context.Background(), repo+":nosuch", nil)

@@ -16,6 +16,7 @@ import (
 	"net/url"
 	"os"
 	"os/user"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -54,14 +55,15 @@ type guard struct {
 
 func newGuard(o Options) *guard {
 	base := &http.Transport{
-		Proxy:                 http.ProxyFromEnvironment,
-		DialContext:           (&net.Dialer{Timeout: 15 * time.Second, KeepAlive: 30 * time.Second, Control: noLinkLocal}).DialContext,
-		TLSHandshakeTimeout:   15 * time.Second,
-		ResponseHeaderTimeout: headerTimeout,
-		IdleConnTimeout:       30 * time.Second,
-		MaxIdleConnsPerHost:   4,
-		ForceAttemptHTTP2:     true,
-		DisableCompression:    true, // a length and a digest are about the bytes that were sent
+		Proxy:                  http.ProxyFromEnvironment,
+		DialContext:            (&net.Dialer{Timeout: 15 * time.Second, KeepAlive: 30 * time.Second, Control: noLinkLocal}).DialContext,
+		TLSHandshakeTimeout:    15 * time.Second,
+		ResponseHeaderTimeout:  headerTimeout,
+		MaxResponseHeaderBytes: 1 << 20,
+		IdleConnTimeout:        30 * time.Second,
+		MaxIdleConnsPerHost:    4,
+		ForceAttemptHTTP2:      true,
+		DisableCompression:     true, // a length and a digest are about the bytes that were sent
 	}
 	lax := base.Clone()
 	lax.TLSClientConfig = &tls.Config{InsecureSkipVerify: true} // only for the hosts of --insecure-registry
@@ -291,7 +293,7 @@ func (s *Store) choose(ref string, index *v1.IndexManifest) (string, error) {
 		}
 		rank := 1 << 20 // an entry that does not say: its configuration will
 		if p != nil {
-			if p.OS != "unknown" && p.OS != "" { // attestations
+			if p.OS != "unknown" && platformPattern.MatchString(p.String()) { // attestations, and what no client should be shown
 				there = append(there, p.String())
 			}
 			if p.OS != "linux" || p.Architecture != s.o.Arch {
@@ -310,6 +312,9 @@ func (s *Store) choose(ref string, index *v1.IndexManifest) (string, error) {
 	}
 	return best, nil
 }
+
+// platformPattern is what a platform looks like that is told to clients.
+var platformPattern = regexp.MustCompile(`^[a-z0-9]+/[a-z0-9./:_-]{1,40}$`)
 
 func wrongPlatform(ref, arch string, there []string) error {
 	slices.Sort(there)
