@@ -284,6 +284,11 @@ func TestSecretImages(t *testing.T) {
 						t.Errorf("update-ca-certificates: %+v", anew)
 					}
 					asks(client{"/get-go behind update-ca-certificates", `/get-go https://$h/ "Key: $API_TOKEN"`})
+					if has("java") { // the distribution's, whose store is made by that too
+						ran = append(ran, "java")
+						d.Must("cp", filepath.Join(testenv.Module(), "internal/testenv/testdata/clients/Get.java"), id+":/tmp/Get.java")
+						asks(client{"java", `java /tmp/Get.java https://$h/ "Key: $API_TOKEN"`})
+					}
 				}
 				t.Logf("%s: %s", provider, strings.Join(ran, ", "))
 			})
