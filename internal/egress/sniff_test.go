@@ -2,6 +2,8 @@ package egress
 
 import (
 	"bytes"
+	"crypto/ecdh"
+	"crypto/rand"
 	"crypto/tls"
 	"encoding/binary"
 	"io"
@@ -37,6 +39,20 @@ func split(record []byte, n int) []byte {
 		body = body[len(part):]
 	}
 	return out
+}
+
+// encryptedTo is what a host says, by DNS, for ClientHellos to be encrypted to it (an ECHConfigList).
+func encryptedTo(t testing.TB, publicName string) []byte {
+	t.Helper()
+	key, err := ecdh.X25519().GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := append([]byte{1, 0, 0x20, 0, 32}, key.PublicKey().Bytes()...)
+	config = append(config, 0, 4, 0, 1, 0, 1, 0, byte(len(publicName)))
+	config = append(append(config, publicName...), 0, 0)
+	config = append([]byte{0xfe, 0x0d, 0, byte(len(config))}, config...)
+	return append([]byte{0, byte(len(config))}, config...)
 }
 
 // named is a record with a ClientHello for good.test that names another, without a look at what a name may be.
@@ -91,6 +107,11 @@ func TestSniff(t *testing.T) {
 		if host != want {
 			t.Errorf("a name of %q: %q %v", name, host, err)
 		}
+	}
+	// Of an encrypted one it is the name on the outside, which the connection is judged by.
+	if host, seen, err := sniff(bytes.NewReader(hello(t, &tls.Config{ServerName: "hidden.test", MinVersion: tls.VersionTLS13,
+		EncryptedClientHelloConfigList: encryptedTo(t, "good.test")}))); err != nil || host != "good.test" || bytes.Contains(seen, []byte("hidden")) {
+		t.Errorf("encrypted: %q %v", host, err)
 	}
 	// As long as TLS lets one be, and in records that make it longer.
 	long := lengthened(whole, 64<<10)
