@@ -11,40 +11,50 @@ import (
 	"github.com/useshards/shard/internal/testenv"
 )
 
-// TestPreviewServers: development servers as they come, with their own notions of hosts, origins, cookies and tokens, do in a
+// TestPreviewServers: on gVisor, the default, development servers as they come, with their own notions of hosts, origins, cookies and tokens, do in a
 // browser through a preview what they are for.
 func TestPreviewServers(t *testing.T) {
 	t.Parallel()
 	program := chromium(t)
-	python, next := testenv.PythonServersArchive(t), testenv.NextArchive(t)
+	type server struct {
+		name, port string
+		command    []string
+		use        func(t *testing.T, d *testenv.Daemon, p *tab, id, link string)
+	}
 	d := testenv.Start(t, testenv.Options{})
-	d.Must("image", "import", python, testenv.PythonServersRef)
-	d.Must("image", "import", next, testenv.NextRef)
 	g := serveGate(t, d, "--preview-domain", "preview.test", "--tls-self-signed")
-	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
-		for _, c := range []struct {
-			name, ref, port string
-			command         []string
-			use             func(t *testing.T, d *testenv.Daemon, p *tab, id, link string)
-		}{
-			{"jupyter", testenv.PythonServersRef, "8888",
-				[]string{"-w", "/root", "python3", "-m", "jupyterlab", "--no-browser", "--allow-root", "--IdentityProvider.token=letmein", "--LabApp.expose_app_in_browser=True"}, useJupyter},
-			{"streamlit", testenv.PythonServersRef, "8501",
-				[]string{"-w", "/root", "python3", "-m", "streamlit", "run", "app.py", "--server.headless", "true", "--browser.gatherUsageStats", "false"}, useStreamlit},
-			{"next", testenv.NextRef, "3000",
-				[]string{"-w", "/app", "-e", "NEXT_TELEMETRY_DISABLED=1", "node", "node_modules/next/dist/bin/next", "dev"}, useNext},
-		} {
-			t.Run(c.name, func(t *testing.T) {
-				id := box(t, d, provider, "--memory", "2GiB", c.ref)
-				d.Must(append([]string{"run", id, "--name", "server"}, c.command...)...)
-				p := openPage(t, program)
-				c.use(t, d, p, id, d.Must("port", "url", id, c.port))
-				if at := fmt.Sprintf("https://%s-%s.preview.test:%s/", c.port, id, g.port); !strings.HasPrefix(p.eval("location.href"), at) {
-					t.Errorf("the page ends at %s", p.eval("location.href"))
+	for _, c := range []struct {
+		runtime string
+		ref     string
+		archive func(testing.TB) string
+		servers []server
+	}{
+		{"python", testenv.PythonServersRef, testenv.PythonServersArchive, []server{
+			{"jupyter", "8888", []string{"-w", "/root", "python3", "-m", "jupyterlab", "--no-browser", "--allow-root", "--IdentityProvider.token=letmein", "--LabApp.expose_app_in_browser=True"}, useJupyter},
+			{"streamlit", "8501", []string{"-w", "/root", "python3", "-m", "streamlit", "run", "app.py", "--server.headless", "true", "--browser.gatherUsageStats", "false"}, useStreamlit},
+		}},
+		{"node", testenv.NextRef, testenv.NextArchive, []server{
+			{"next", "3000", []string{"-w", "/app", "-e", "NEXT_TELEMETRY_DISABLED=1", "node", "node_modules/next/dist/bin/next", "dev"}, useNext},
+		}},
+	} {
+		t.Run(c.runtime, func(t *testing.T) {
+			archive := c.archive(t)
+			d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+				d.Must("image", "import", archive, c.ref)
+				for _, s := range c.servers {
+					t.Run(s.name, func(t *testing.T) {
+						id := box(t, d, provider, "--memory", "2GiB", c.ref)
+						d.Must(append([]string{"run", id, "--name", "server"}, s.command...)...)
+						p := openPage(t, program)
+						s.use(t, d, p, id, d.Must("port", "url", id, s.port))
+						if at := fmt.Sprintf("https://%s-%s.preview.test:%s/", s.port, id, g.port); !strings.HasPrefix(p.eval("location.href"), at) {
+							t.Errorf("the page ends at %s", p.eval("location.href"))
+						}
+					})
 				}
-			})
-		}
-	}, "gvisor")
+			}, "gvisor")
+		})
+	}
 }
 
 // open loads a page until it shows a text: its server begins to listen in its own time.
