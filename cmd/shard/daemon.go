@@ -10,5 +10,5 @@ import (
 // The seam to internal/daemon, which the command line must not import.
 var (
 	runDaemon func(context.Context, cli.DaemonOptions) error
-	probe     func(context.Context, string) ([]shard.ProviderInfo, error)
+	probe     func(context.Context) ([]shard.ProviderInfo, error)
 )

@@ -31,5 +31,5 @@ func init() {
 		return daemon.Run(ctx, daemon.Options{Root: o.Root, Provider: o.Provider, PullTimeout: o.PullTimeout, Insecure: o.Insecure,
 			DNS: o.DNS, SecretKeyFile: o.SecretKeyFile, Version: version, Log: log})
 	}
-	probe = func(ctx context.Context, _ string) ([]shard.ProviderInfo, error) { return daemon.Probe(ctx), nil }
+	probe = func(ctx context.Context) ([]shard.ProviderInfo, error) { return daemon.Probe(ctx), nil }
 }

@@ -42,7 +42,7 @@ type App struct {
 	// Serve runs shard serve until ctx ends.
 	Serve func(ctx context.Context, o ServeOptions) error
 	// Probe says what each isolation provider is worth on this host, without a daemon.
-	Probe func(ctx context.Context, root string) ([]shard.ProviderInfo, error)
+	Probe func(ctx context.Context) ([]shard.ProviderInfo, error)
 
 	root string
 	// remote is the value of --remote, target whom the command talks to: nil is the daemon's socket.
@@ -66,9 +66,10 @@ type DaemonOptions struct {
 	SecretKeyFile string
 	// Log is a file; "" is stderr.
 	Log string
-	// StorageSizeMiB is the size of a new storage image; 0 is the default.
-	StorageSizeMiB int64
 }
+
+// errNoStorage refuses an option of daemon and setup that says nothing to the providers of this version.
+var errNoStorage = errors.New("--storage-size is for providers that run virtual machines: this version has none")
 
 // The exit codes that are not a command's own.
 const (

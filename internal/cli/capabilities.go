@@ -4,6 +4,8 @@ import (
 	"context"
 
 	"github.com/spf13/cobra"
+
+	"github.com/useshards/shard"
 )
 
 type capabilitiesOptions struct {
@@ -37,12 +39,19 @@ func (a *App) capabilities(ctx context.Context, o capabilitiesOptions) error {
 		return a.printJSON(c)
 	}
 	rows := [][]string{{"CAPABILITY", "SUPPORTED"}}
-	for _, row := range []struct {
-		name string
-		can  bool
-	}{{"create", c.Create}, {"start", c.Start}, {"stop", c.Stop}, {"remove", c.Remove}, {"pause", c.Pause}, {"resume", c.Resume},
-		{"fork", c.Fork}, {"snapshot", c.Snapshot}, {"port", c.Port}, {"swap", c.Swap}} {
+	for _, row := range capabilityRows(c) {
 		rows = append(rows, []string{row.name, yesNo(row.can)})
 	}
 	return a.printTable(rows...)
+}
+
+type capabilityRow struct {
+	name string
+	can  bool
+}
+
+// capabilityRows are the capabilities in the order in which they are shown.
+func capabilityRows(c *shard.Capabilities) []capabilityRow {
+	return []capabilityRow{{"create", c.Create}, {"start", c.Start}, {"stop", c.Stop}, {"remove", c.Remove}, {"pause", c.Pause}, {"resume", c.Resume},
+		{"fork", c.Fork}, {"snapshot", c.Snapshot}, {"port", c.Port}, {"swap", c.Swap}}
 }

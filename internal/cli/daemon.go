@@ -29,7 +29,7 @@ Needs root. One daemon per --root.`,
 			}
 			o.Root = a.root
 			if storage != nil {
-				o.StorageSizeMiB = *storage
+				return errNoStorage
 			}
 			return a.daemon(cmd.Context(), o)
 		},
@@ -41,7 +41,7 @@ Needs root. One daemon per --root.`,
 	f.StringArrayVar(&o.DNS, "dns", nil, "name server `ADDRESS` for sandboxes; may be repeated (default the host's)")
 	f.StringVar(&o.SecretKeyFile, "secret-key-file", "", "`FILE` with the key that encrypts secrets at rest: 64 hexadecimal digits (default none)")
 	f.StringVar(&o.Log, "log", "", "file `PATH` to log to (default stderr)")
-	f.Var(size{&storage}, "storage-size", "size of a new storage image, for providers that need one")
+	f.Var(size{&storage}, "storage-size", "size of the storage image of providers that run virtual machines")
 	cmd.AddCommand(a.daemonStatusCommand())
 	return cmd
 }

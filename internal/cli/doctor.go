@@ -79,7 +79,7 @@ func (a *App) checkProviders(ctx context.Context) []hostcheck.Check {
 	}
 	ctx, cancel := context.WithTimeout(ctx, doctorPatience)
 	defer cancel()
-	providers, err := a.Probe(ctx, a.root)
+	providers, err := a.Probe(ctx)
 	if err != nil || len(providers) == 0 {
 		return []hostcheck.Check{{Name: "providers", Status: hostcheck.Warn, Found: "this user may not look at them", Remedy: "run " + SudoCommand(a.root, "doctor")}}
 	}

@@ -87,7 +87,6 @@ type daemon struct {
 	srv  *http.Server
 
 	mu    sync.Mutex
-	log   []string // method, path and query of each request
 	execs map[string]*running
 	sizes chan shard.Size
 	// cut ends the stream of a command without a last message once it has ended.
@@ -127,12 +126,7 @@ func start(t *testing.T) *daemon {
 	d.mux.HandleFunc("POST /v0/sandboxes/box/exec", d.startExec)
 	d.mux.HandleFunc("GET /v0/sandboxes/box/exec/{exec}", d.getExec)
 	d.mux.HandleFunc("POST /v0/sandboxes/box/exec/{exec}/resize", d.resize)
-	d.srv = &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		d.mu.Lock()
-		d.log = append(d.log, r.Method+" "+r.URL.RequestURI())
-		d.mu.Unlock()
-		d.mux.ServeHTTP(w, r)
-	})}
+	d.srv = &http.Server{ReadHeaderTimeout: time.Minute, Handler: d.mux}
 	go func() { _ = d.srv.Serve(l) }()
 	t.Cleanup(func() {
 		_ = d.srv.Close()
@@ -156,12 +150,6 @@ func (d *daemon) answer(pattern string, status int, body string) {
 func (d *daemon) refuse(pattern string, status int, code shard.Code, message string) {
 	b, _ := json.Marshal(shard.ErrorBody{Error: shard.ErrorDetail{Code: code, Message: message}})
 	d.answer(pattern, status, string(b))
-}
-
-func (d *daemon) requests() []string {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return append([]string{}, d.log...)
 }
 
 func fail(w http.ResponseWriter, e *shard.Error) {

@@ -39,7 +39,7 @@ func (a *App) info(ctx context.Context, f format) error {
 	if a.Probe == nil {
 		return errors.New("this build has no providers: they run on Linux")
 	}
-	providers, err := a.Probe(ctx, a.root)
+	providers, err := a.Probe(ctx)
 	if err != nil {
 		return err
 	}

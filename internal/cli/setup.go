@@ -79,7 +79,7 @@ and certificates is said at the end. --preview-domain "" and --tls-cert "" take 
 With --remote URL, see whether a shard serve elsewhere answers and takes the key in SHARD_API_KEY; --save has every
 command talk to it from now on.
 
-Without a terminal nothing is asked: --yes and either --local or --remote are needed then.`,
+Without a terminal nothing is asked: --local or --remote is needed then, and --yes for what changes something.`,
 		Example: `  sudo shard setup
   sudo shard setup --local --http-api true --yes
   sudo shard setup --local --http-api true --preview-domain localhost --yes
@@ -125,13 +125,13 @@ func (a *App) setup(cmd *cobra.Command, o *setupOptions) error {
 	case o.remote != "" && (o.uninstall || o.provider != "" || o.httpAPI != nil || o.atBoot != nil || o.replaceKey || o.storage != nil || o.serves()):
 		return usagef("--remote goes with --save and --yes alone: the other options are about this host")
 	case o.storage != nil:
-		return fmt.Errorf("--storage-size is for providers that run virtual machines: this version has none")
+		return errNoStorage
 	case !asks.on:
 		var missing []string
 		if !o.local && o.remote == "" && !o.uninstall {
 			missing = append(missing, "--local or --remote URL")
 		}
-		if !o.yes {
+		if !o.yes && (o.remote == "" || o.save) { // a look at a server elsewhere changes nothing
 			missing = append(missing, "--yes")
 		}
 		if len(missing) > 0 {

@@ -33,10 +33,7 @@ func (a *App) setupRemote(ctx context.Context, o *setupOptions, asks *asker) err
 		return err
 	}
 	var can []string
-	for _, v := range []struct {
-		name string
-		can  bool
-	}{{"create", caps.Create}, {"pause", caps.Pause}, {"resume", caps.Resume}, {"fork", caps.Fork}, {"snapshot", caps.Snapshot}, {"port", caps.Port}} {
+	for _, v := range capabilityRows(caps) {
 		if v.can {
 			can = append(can, v.name)
 		}
