@@ -68,7 +68,7 @@ func TestSetupRemote(t *testing.T) {
 	}
 	p.vars["SHARD_API_KEY"] = key
 	r := p.run("setup", "--remote", s.URL, "--save", "--yes")
-	if r.code != 0 || !strings.Contains(r.out, "version 9.9; its default provider can create, fork") || strings.Contains(r.out+r.errs, key) {
+	if r.code != 0 || !strings.Contains(r.out, "version 9.9; its default provider can create, start, stop, remove, fork") || strings.Contains(r.out+r.errs, key) {
 		t.Errorf("%+v", r)
 	}
 	for path, mode := range map[string]os.FileMode{file: 0o600, filepath.Dir(file): 0o700} {
