@@ -135,6 +135,9 @@ func (e *Engine) Close() {
 		sb.letGo()
 	}
 	e.wg.Wait()
+	for _, sb := range all {
+		sb.catchUp()
+	}
 }
 
 // PowerDown ends what runs because the host goes down: processes have the grace of a stop, and files come to rest. No record
