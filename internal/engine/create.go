@@ -340,15 +340,6 @@ func (e *Engine) claim(rec *record) (*sandbox, error) {
 	return sb, nil
 }
 
-// deleteHollow deletes what is in the place of a record that could not be stored, now or later.
-func (e *Engine) deleteHollow(id string) {
-	if e.records.Delete(id) != nil {
-		e.mu.Lock()
-		e.hollow = append(e.hollow, id)
-		e.mu.Unlock()
-	}
-}
-
 // runJob pulls the image if it must, and starts the sandbox.
 func (e *Engine) runJob(ctx context.Context, sb *sandbox, p provider.Provider, img *image.Image, req shard.CreateRequest) error {
 	if img == nil {

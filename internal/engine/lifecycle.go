@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -366,44 +365,6 @@ func (e *Engine) endLive(sb *sandbox, why string) {
 	sb.restProcesses()
 }
 
-// teardown removes what a machine and its commands leave on the host, except its files and its address. Idempotent.
-func (e *Engine) teardown(ctx context.Context, sb *sandbox) error {
-	rec := sb.record()
-	var errs []error
-	if err := os.RemoveAll(filepath.Join(sb.dir, "execs")); err != nil {
-		errs = append(errs, err)
-	}
-	if p, err := e.providerNamed(rec.Sandbox.Provider); err != nil {
-		errs = append(errs, err)
-	} else if err := p.Destroy(ctx, sb.spec(rec)); err != nil {
-		errs = append(errs, fmt.Errorf("provider %s: %w", p.Name(), err))
-	}
-	if err := e.Net.Detach(ctx, sb.id); err != nil {
-		errs = append(errs, err)
-	}
-	if err := e.unenforce(ctx, sb.id); err != nil {
-		errs = append(errs, err)
-	}
-	if err := e.Roots.Unmount(ctx, sb.dir); err != nil {
-		errs = append(errs, err)
-	}
-	return errors.Join(errs...)
-}
-
-// deleteFiles deletes the record and the files, and gives back the address: in this order, since on a full disk only what was
-// deleted makes room to write down that an address is free. A daemon that starts frees what no record holds.
-func (e *Engine) deleteFiles(sb *sandbox) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
-	defer cancel()
-	sb.put.Lock()
-	sb.deleted = true
-	sb.put.Unlock()
-	if err := e.records.Delete(sb.id); err != nil {
-		return err
-	}
-	return e.Net.Release(ctx, sb.id)
-}
-
 // Start starts a stopped sandbox with the files it kept.
 func (e *Engine) Start(ctx context.Context, ref string) (*shard.Sandbox, error) {
 	return e.start(ctx, ref, nil)
@@ -495,27 +456,6 @@ func (e *Engine) stop(ctx context.Context, sb *sandbox) error {
 	if err := e.finish(ctx, sb); err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "sandbox %q did not stop", sb.ref())
 	}
-	return nil
-}
-
-// finish does what an intent says and its verb, or an earlier daemon, did not get done: it removes what the machine left. The
-// caller holds the verb lock, or is the only one there is. When it fails the intent stays, and the next tick tries again.
-func (e *Engine) finish(ctx context.Context, sb *sandbox) error {
-	switch sb.record().Intent {
-	case "":
-		return nil
-	case "remove":
-		return e.remove(ctx, sb)
-	}
-	if err := e.teardown(ctx, sb); err != nil {
-		return err
-	}
-	sb.learn(func(r *record) {
-		if r.Intent == "stop" {
-			stopped(r)
-		}
-		r.Intent, r.Handle = "", nil
-	})
 	return nil
 }
 

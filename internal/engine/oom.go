@@ -88,29 +88,6 @@ func (e *Engine) restartLoop() {
 	}
 }
 
-// finishLater finishes what a verb left undone, unless another is at work.
-func (e *Engine) finishLater(sb *sandbox) {
-	if sb.record().Intent == "" {
-		return
-	}
-	select {
-	case sb.verb <- struct{}{}:
-	default:
-		return
-	}
-	e.wg.Go(func() {
-		defer func() { <-sb.verb }()
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
-		defer cancel()
-		if !e.holds(sb) {
-			return
-		}
-		if err := e.finish(ctx, sb); err != nil {
-			e.Log.Warn("finish what was begun on a sandbox", "sandbox", sb.id, "intent", sb.record().Intent, "err", err)
-		}
-	})
-}
-
 func (e *Engine) restart(id string) {
 	if _, err := e.start(e.ctx, id, func(s *shard.Sandbox) bool { return restartDue(s) }); err != nil {
 		e.Log.Warn("start a sandbox that ran out of memory", "sandbox", id, "err", err)
