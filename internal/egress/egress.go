@@ -44,8 +44,7 @@ type Enforcer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	tasks  sync.WaitGroup
-	// asking bounds the questions to nameservers that are under way.
-	asking chan struct{}
+	turns  turns
 	proxy  *Proxy
 	tally  tally
 
@@ -98,7 +97,7 @@ const (
 
 // Open begins an Enforcer that has nothing in force.
 func Open(cfg Config) *Enforcer {
-	e := &Enforcer{cfg: cfg, asking: make(chan struct{}, maxAsking),
+	e := &Enforcer{cfg: cfg, turns: turns{left: maxAsking, of: map[*ward]int{}},
 		wards: map[string]*ward{}, byAddr: map[netip.Addr]*ward{}, journals: map[string]*journal{}}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	e.proxy = NewProxy(ProxyOptions{Subject: e.subject, Resolve: e.addresses, Recorder: e, Misused: cfg.Misused, CA: cfg.CA, Log: cfg.Log})

@@ -69,7 +69,6 @@ func TestOnlyTheSandboxIsAnswered(t *testing.T) {
 // than there is room for, and none that leads inside.
 func TestHostileNameserver(t *testing.T) {
 	e, w := lonely(t, "allow dns")
-	w.asking, e.asking = make(chan struct{}, maxPerWard), make(chan struct{}, maxAsking)
 	at := netip.AddrFrom4([4]byte{127, byte(1 + os.Getpid()%250), 201, 1})
 	e.cfg.Nameservers = []string{at.String()}
 	address := netip.AddrPortFrom(at, 53).String()
@@ -212,5 +211,42 @@ func TestHostileNameserver(t *testing.T) {
 				t.Errorf("%s with %d addresses, %d records", dns.RcodeToString[m.Rcode], got, len(m.Answer))
 			}
 		})
+	}
+}
+
+// TestSandboxesTogetherLeaveTurns to one that comes, however many questions of theirs wait.
+func TestSandboxesTogetherLeaveTurns(t *testing.T) {
+	const all, hogs = 4, 2
+	turns := turns{left: all, of: map[*ward]int{}}
+	ctx, cancel := context.WithCancel(t.Context())
+	var group sync.WaitGroup
+	for range hogs {
+		w := new(ward)
+		for range maxPerWard {
+			group.Go(func() {
+				if turns.take(ctx, w) == nil {
+					<-ctx.Done() // no answer
+					turns.give(w)
+				}
+			})
+		}
+	}
+	used := func() int { turns.mu.Lock(); defer turns.mu.Unlock(); return all - turns.left }
+	for deadline := time.Now().Add(time.Minute); used() < all-1; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d turns are used", used())
+		}
+	}
+	comes := new(ward)
+	for range 3 {
+		if err := turns.take(t.Context(), comes); err != nil || used() != all {
+			t.Errorf("%d turns are used: %v", used(), err)
+		}
+		turns.give(comes)
+	}
+	cancel()
+	group.Wait()
+	if used() != 0 || len(turns.of) > 0 {
+		t.Errorf("%d turns are kept", used())
 	}
 }

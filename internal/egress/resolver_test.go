@@ -38,7 +38,7 @@ func rulesOf(t testing.TB, rules ...string) *policy.Compiled {
 func lonely(t testing.TB, rules ...string) (*Enforcer, *ward) {
 	t.Helper()
 	dir := t.TempDir()
-	e := &Enforcer{cfg: Config{Wall: &netns.Net{}, Dir: func(string) string { return dir }, Log: slog.New(slog.DiscardHandler)}, asking: make(chan struct{}, 1),
+	e := &Enforcer{cfg: Config{Wall: &netns.Net{}, Dir: func(string) string { return dir }, Log: slog.New(slog.DiscardHandler)}, turns: turns{left: maxAsking, of: map[*ward]int{}},
 		wards: map[string]*ward{}, journals: map[string]*journal{}}
 	w := &ward{id: "box", journal: e.journal("box"), policy: rulesOf(t, rules...), known: map[knownName]answered{}}
 	return e, w

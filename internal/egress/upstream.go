@@ -106,18 +106,55 @@ func (c *cache) put(k cacheKey, m *dns.Msg) {
 	c.all[k] = cached{m: m, from: now, end: now.Add(time.Duration(life) * time.Second)}
 }
 
+// turns are those of questions to nameservers, of all sandboxes. None takes one more than are left for all others, so that some
+// whose questions are never answered do not hold up one that comes: the next turn that is free is for who has none.
+type turns struct {
+	mu   sync.Mutex
+	left int
+	of   map[*ward]int
+}
+
+// take waits for a turn.
+func (t *turns) take(ctx context.Context, w *ward) error {
+	const look = 10 * time.Millisecond
+	for {
+		t.mu.Lock()
+		ok := t.left > 0 && t.of[w] < max(t.left, 1)
+		if ok {
+			t.left--
+			t.of[w]++
+		}
+		t.mu.Unlock()
+		if ok {
+			return nil
+		}
+		select {
+		case <-time.After(look):
+		case <-ctx.Done():
+			return errBusy
+		}
+	}
+}
+
+func (t *turns) give(w *ward) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.left++
+	if t.of[w]--; t.of[w] == 0 {
+		delete(t.of, w)
+	}
+}
+
 // look finds out about a name, following aliases that a nameserver leaves unresolved.
 func (e *Enforcer) look(ctx context.Context, w *ward, q dns.Question) (*dns.Msg, error) {
 	k := cacheKey{strings.ToLower(q.Name), q.Qtype}
 	if m := w.cache.get(k); m != nil {
 		return m, nil
 	}
-	select {
-	case e.asking <- struct{}{}:
-	case <-ctx.Done():
-		return nil, errBusy
+	if err := e.turns.take(ctx, w); err != nil {
+		return nil, err
 	}
-	defer func() { <-e.asking }()
+	defer e.turns.give(w)
 	m, err := e.ask(ctx, q)
 	if err != nil {
 		return nil, err
