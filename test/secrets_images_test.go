@@ -3,6 +3,7 @@ package test
 import (
 	"archive/tar"
 	"bytes"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -160,7 +161,10 @@ func TestSecretHostileImages(t *testing.T) {
 	if left := d.Must("list", "--all", "--quiet"); left != "" {
 		t.Errorf("refused creates left %s", left)
 	}
-	d.Import(ref, testenv.Image(t, testenv.BusyboxConfig(), base, testenv.Layer(t, testenv.Entry{Header: &tar.Header{Name: trustFile[1:], Typeflag: tar.TypeLink, Linkname: "etc/passwd"}})))
+	d.Import(ref, testenv.Image(t, testenv.BusyboxConfig(), base, testenv.Layer(t,
+		testenv.Entry{Header: &tar.Header{Name: trustFile[1:], Typeflag: tar.TypeLink, Linkname: "etc/passwd"}},
+		testenv.Entry{Name: "usr/local/share/ca-certificates", Link: filepath.Dir(canary)},
+		testenv.Entry{Name: "etc/pki/trust/anchors/shard-proxy.crt", Link: canary})))
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		// Two names for one file: only what is trusted changes.
 		id := box(t, d, provider, "--secret", "API_TOKEN", ref)
@@ -168,20 +172,21 @@ func TestSecretHostileImages(t *testing.T) {
 			t.Errorf("two names for one file: %q", out)
 		}
 		// What the guest puts there holds a start up, which says what to do, until the secret is taken away.
-		for _, hostile := range []string{"ln -s /proc/1/root" + canary + " $f", "ln -s " + canary + " $f", "mkfifo $f", "mkdir $f", "truncate -s 1000G $f"} {
+		for _, hostile := range []string{"mkdir -p ${f%/*}/.shard-new/x; echo x >$f", "ln -s /proc/1/root" + canary + " $f", "ln -s " + canary + " $f", "mkfifo $f", "mkdir $f", "truncate -s 1000G $f"} {
 			sh(t, d, id, "f="+trustFile+"; rm -rf $f; "+hostile)
 			d.Must("stop", id)
 			refused(t, d.Shard("start", id), "certificate")
 			d.Must("secret", "ungrant", id, "API_TOKEN")
 			d.Must("start", id)
-			sh(t, d, id, "rm -r "+trustFile+"; echo mine >"+trustFile)
+			sh(t, d, id, "rm -rf /etc/ssl/certs/* /etc/ssl/certs/.shard-new; echo mine >"+trustFile)
 			d.Must("stop", id)
 			d.Must("secret", "grant", id, "API_TOKEN")
 			d.Must("start", id)
 		}
 	})
-	if now, err := os.ReadFile(canary); err != nil || string(now) != content {
-		t.Errorf("the host's file: %q, %v", now, err)
+	beside, err := os.ReadDir(filepath.Dir(canary))
+	if now, err2 := os.ReadFile(canary); errors.Join(err, err2) != nil || string(now) != content || len(beside) != 1 {
+		t.Errorf("the host's file: %q, %v, beside %v", now, errors.Join(err, err2), beside)
 	}
 }
 

@@ -305,8 +305,11 @@ func (e *Engine) plant(rec *record, root string) error {
 }
 
 func notPlanted(err error, where string) error {
-	if errors.Is(err, unix.ENOSPC) {
+	switch {
+	case errors.Is(err, unix.ENOSPC):
 		return shard.Wrap(shard.CodeInvalidRequest, err, "the proxy's certificate could not be added to %s in the sandbox: its disk is full", where)
+	case errors.Is(err, rootfs.ErrNotPlain):
+		return shard.Wrap(shard.CodeInvalidRequest, err, "the proxy's certificate could not be added to %s in the sandbox: remove .shard-new beside it", where)
 	}
 	return shard.Wrap(shard.CodeInternal, err, "the proxy's certificate could not be added to %s in the sandbox", where)
 }

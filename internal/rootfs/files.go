@@ -126,6 +126,9 @@ func put(dir *os.File, name string, data []byte, like unix.Stat_t) error {
 	const temp = ".shard-new"
 	_ = unix.Unlinkat(int(dir.Fd()), temp, 0) // of a daemon that was killed
 	fd, err := unix.Openat(int(dir.Fd()), temp, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if errors.Is(err, unix.EEXIST) { // the guest's directory
+		return ErrNotPlain
+	}
 	if err != nil {
 		return &fs.PathError{Op: "create", Path: "a file in the root", Err: err}
 	}

@@ -104,6 +104,15 @@ func TestFilesInHostileRoot(t *testing.T) {
 			t.Error(err)
 		}
 	}
+	if err := os.MkdirAll(filepath.Join(root, "srv/.shard-new/kept"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(ReplaceFile(root, "/srv/plain", nil), AddFile(root, "/srv", "added", nil)); !errors.Is(err, ErrNotPlain) {
+		t.Errorf("with a directory in the way: %v", err)
+	}
+	if err := os.RemoveAll(filepath.Join(root, "srv/.shard-new")); err != nil {
+		t.Fatal(err)
+	}
 	entries, err := os.ReadDir(filepath.Join(root, "srv"))
 	if err != nil || len(entries) != 3 {
 		t.Errorf("left over: %v %v", entries, err)
