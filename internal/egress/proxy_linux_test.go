@@ -448,7 +448,9 @@ func TestASandboxCannotBlockAnother(t *testing.T) {
 	}
 	// What is under way of one sandbox is bounded, and not that of another.
 	client := r.proxy.clients[good.id]
-	client.held = maxHeld - copyBuffer + 1
+	for !client.hold(maxHeld - copyBuffer + 1) { // the requests before are not quite over
+		time.Sleep(time.Millisecond)
+	}
 	if s, _ := get(t, good.client(nil, false), "http://good.test/"); s != 503 || r.last(good.id).Rule != "limit" {
 		t.Errorf("%d, recorded %+v", s, r.last(good.id))
 	}
