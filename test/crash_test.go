@@ -3,10 +3,14 @@ package test
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -290,7 +294,7 @@ func TestCase124(t *testing.T) {
 		good, bad := box(t, d, provider), box(t, d, provider)
 		d.Must("stop", bad)
 		d.Stop()
-		file := filepath.Join(d.Root, "sandboxes", bad, "sandbox.json")
+		file := recordFile(d, bad)
 		whole, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)
@@ -325,4 +329,79 @@ func TestCase124(t *testing.T) {
 		d.Must("start", bad)
 		d.Must("remove", "--force", good, bad)
 	}, "runc")
+}
+
+func recordFile(d *testenv.Daemon, id string) string {
+	return filepath.Join(d.Root, "sandboxes", id, "sandbox.json")
+}
+
+// editRecord changes the stored record of a sandbox, while no daemon runs.
+func editRecord(t *testing.T, d *testenv.Daemon, id string, edit func(record map[string]any)) {
+	t.Helper()
+	path := recordFile(d, id)
+	raw, err := os.ReadFile(path)
+	var file map[string]any
+	if err == nil {
+		err = json.Unmarshal(raw, &file)
+	}
+	if err == nil {
+		edit(file["record"].(map[string]any))
+		raw, err = json.Marshal(file)
+	}
+	if err == nil {
+		err = os.WriteFile(path, raw, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestNotTakenUp: a machine that a daemon cannot take up, since another version left it or the host lacks something just then, is
+// neither ended nor called running. A daemon that can goes on with it, and until then it can be stopped.
+func TestNotTakenUp(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider)
+		d.Must("run", "--name", "p", id, "sleep", "1000")
+		program, machine := sh(t, d, id, "pidof sleep"), testenv.CgroupProcesses(id)
+		// restart has the next daemon find a handle of this version.
+		restart := func(version string) {
+			t.Helper()
+			d.Kill9()
+			editRecord(t, d, id, func(record map[string]any) {
+				handle, err := base64.StdEncoding.DecodeString(record["handle"].(string))
+				if err != nil {
+					t.Fatal(err)
+				}
+				handle = regexp.MustCompile(`"v":\d+`).ReplaceAll(handle, []byte(`"v":`+version))
+				record["handle"] = base64.StdEncoding.EncodeToString(handle)
+			})
+			d.Restart()
+		}
+		restart("99")
+		if got := inspect(t, d, id); got.State != shard.StateUnresponsive {
+			t.Errorf("not taken up: %+v", got)
+		}
+		if r := d.Shard("exec", id, "true"); r.Code == 0 || !strings.Contains(r.Stderr, "does not respond") {
+			t.Errorf("exec: %+v", r)
+		}
+		if got := testenv.CgroupProcesses(id); !slices.Equal(got, machine) {
+			t.Errorf("of the machine's processes %v are left: %v", machine, got)
+		}
+		restart("1")
+		if got := inspect(t, d, id); got.State != shard.StateRunning || len(got.Processes) != 1 || got.Processes[0].Status.State != shard.ProcessRunning {
+			t.Errorf("taken up: %+v", got)
+		}
+		if got := sh(t, d, id, "pidof sleep"); got != program {
+			t.Errorf("its program is %s, and was %s", got, program)
+		}
+		restart("99")
+		d.Must("stop", id)
+		if got := testenv.CgroupProcesses(id); len(got) != 0 {
+			t.Errorf("after the stop: %v", got)
+		}
+		d.Must("start", id)
+		sh(t, d, id, "true")
+	})
 }

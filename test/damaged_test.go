@@ -2,7 +2,6 @@ package test
 
 import (
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 
@@ -17,7 +16,7 @@ func TestDamagedRecordHasAWayOut(t *testing.T) {
 	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
 		id := box(t, d, provider)
 		d.Stop()
-		if err := os.WriteFile(filepath.Join(d.Root, "sandboxes", id, "sandbox.json"), []byte("{"), 0o600); err != nil {
+		if err := os.WriteFile(recordFile(d, id), []byte("{"), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		d.Restart()

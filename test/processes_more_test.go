@@ -4,12 +4,10 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -327,41 +325,27 @@ func TestKill9Launch(t *testing.T) {
 		})
 
 		type object = map[string]any
-		path := filepath.Join(d.Root, "sandboxes", id, "sandbox.json")
 		relaunch := func(more object) { // makes the record the one from before the end of these launches
-			raw, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var file object
-			if err := json.Unmarshal(raw, &file); err != nil {
-				t.Fatal(err)
-			}
-			rec := file["record"].(object)
-			if already, ok := rec["launches"].(object); ok {
-				maps.Copy(more, already)
-			}
-			sandbox, all := rec["sandbox"].(object), rec["runs"].(object)
-			sandbox["processes"] = slices.DeleteFunc(sandbox["processes"].([]any), func(p any) bool {
-				name, _ := p.(object)["name"].(string)
-				if name != "held" {
-					return false
+			editRecord(t, d, id, func(rec map[string]any) {
+				if already, ok := rec["launches"].(object); ok {
+					maps.Copy(more, already)
 				}
-				run := all[name].(object)
-				more[name] = object{"process": p, "run": object{"id": run["id"], "seq": 0, "base": run["base"], "start": 0, "end": 0}}
-				delete(all, name)
-				return true
+				sandbox, all := rec["sandbox"].(object), rec["runs"].(object)
+				sandbox["processes"] = slices.DeleteFunc(sandbox["processes"].([]any), func(p any) bool {
+					name, _ := p.(object)["name"].(string)
+					if name != "held" {
+						return false
+					}
+					run := all[name].(object)
+					more[name] = object{"process": p, "run": object{"id": run["id"], "seq": 0, "base": run["base"], "start": 0, "end": 0}}
+					delete(all, name)
+					return true
+				})
+				if len(more) == 0 {
+					t.Fatalf("the record names no process: %v", rec)
+				}
+				rec["launches"] = more
 			})
-			if len(more) == 0 {
-				t.Fatalf("the record names no process: %s", raw)
-			}
-			rec["launches"] = more
-			if raw, err = json.Marshal(file); err != nil {
-				t.Fatal(err)
-			}
-			if err := os.WriteFile(path, raw, 0o600); err != nil {
-				t.Fatal(err)
-			}
 		}
 		launch := func(name, policy string) object {
 			return object{
@@ -384,7 +368,7 @@ func TestKill9Launch(t *testing.T) {
 				fmt.Sprint(got, starts)
 		})
 		launches := func() bool {
-			raw, err := os.ReadFile(path)
+			raw, err := os.ReadFile(recordFile(d, id))
 			return err != nil || bytes.Contains(raw, []byte(`"launches"`))
 		}
 		testenv.Eventually(t, "a record without launches", func() (bool, string) { return !launches(), "" })

@@ -190,7 +190,7 @@ func TestWatch(t *testing.T) {
 					Token []byte `json:"token"`
 				} `json:"record"`
 			}
-			raw, err := os.ReadFile(filepath.Join(d.Root, "sandboxes", id, "sandbox.json"))
+			raw, err := os.ReadFile(recordFile(d, id))
 			if err != nil || json.Unmarshal(raw, &file) != nil || len(file.Record.Token) != guest.TokenSize {
 				t.Fatalf("the record's token: %v", err)
 			}

@@ -192,6 +192,11 @@ type record struct {
 
 const recordFormat = 1
 
+// up says whether a machine runs, for all that is known.
+func (r *record) up() bool {
+	return r.Sandbox.State == shard.StateRunning || r.Sandbox.State == shard.StateUnresponsive
+}
+
 // sandbox is one sandbox in memory.
 type sandbox struct {
 	e    *Engine

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+
+	"github.com/useshards/shard"
 )
 
 // finish does what an intent says and its verb, or an earlier daemon, did not get done: it removes what the machine left. The
@@ -29,9 +31,9 @@ func (e *Engine) finish(ctx context.Context, sb *sandbox) error {
 	return nil
 }
 
-// finishLater finishes what a verb left undone, unless another is at work.
+// finishLater finishes what a verb left undone, or what a start of the daemon could not take up, unless another is at work.
 func (e *Engine) finishLater(sb *sandbox) {
-	if sb.record().Intent == "" {
+	if rec := sb.record(); rec.Intent == "" && rec.Sandbox.State != shard.StateUnresponsive {
 		return
 	}
 	select {
@@ -46,7 +48,11 @@ func (e *Engine) finishLater(sb *sandbox) {
 		if !e.holds(sb) {
 			return
 		}
-		if err := e.finish(ctx, sb); err != nil {
+		err := e.finish(ctx, sb)
+		if err == nil && e.holds(sb) && sb.record().Sandbox.State == shard.StateUnresponsive {
+			err = e.takeUp(ctx, sb)
+		}
+		if err != nil {
 			e.Log.Warn("finish what was begun on a sandbox", "sandbox", sb.id, "intent", sb.record().Intent, "err", err)
 		}
 	})

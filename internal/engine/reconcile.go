@@ -37,7 +37,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 	}
 	alive := func(id string) bool {
 		rec, ok := records[id]
-		return spared[id] || (ok && rec.Sandbox.State == shard.StateRunning && rec.Intent == "")
+		return spared[id] || (ok && rec.up() && rec.Intent == "")
 	}
 	var running []string
 	for id := range records {
@@ -73,7 +73,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 	}
 	_ = g.Wait()
 	for _, id := range lost { // after a boot of the host they are gone themselves, which is no fault
-		if sb := e.sandboxes[id]; sb != nil && sb.record().Sandbox.State == shard.StateRunning {
+		if sb := e.sandboxes[id]; sb != nil && sb.record().up() {
 			e.Log.Error("a sandbox lost its network: stop and start it", "sandbox", id)
 		}
 	}
@@ -91,7 +91,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 			return true
 		}
 		sb, ok := e.sandboxes[id]
-		return ok && sb.record().Sandbox.State == shard.StateRunning
+		return ok && sb.record().up()
 	}
 	e.Roots.Sweep(ctx, func(dir string) bool { return up(filepath.Base(dir)) })
 	if err := e.Cgroups.Sweep(ctx, up); err != nil {
@@ -140,24 +140,39 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		sb.learn(func(r *record) {
 			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", "cleanup"
 		})
-	case rec.Intent == "" && rec.Sandbox.State != shard.StateRunning:
+	case rec.Intent == "" && !rec.up():
 		return nil
 	}
 	if sb.record().Intent != "" {
 		return e.finish(ctx, sb)
 	}
+	return e.takeUp(ctx, sb)
+}
+
+// takeUp goes on with a machine that an earlier daemon left, or stores that it has ended. One of which neither is known, since this
+// host or this version cannot say, is left to run: it is unresponsive, and the next tick tries again. The caller holds the verb
+// lock, or is the only one there is.
+func (e *Engine) takeUp(ctx context.Context, sb *sandbox) error {
+	rec := sb.record()
+	var inst provider.Instance
 	p, err := e.providerNamed(rec.Sandbox.Provider)
-	if err != nil {
-		return err
-	}
-	inst, err := p.Recover(ctx, sb.spec(rec), rec.Handle)
 	if err == nil {
+		inst, err = p.Recover(ctx, sb.spec(rec), rec.Handle)
+	}
+	if err == nil {
+		if rec.Sandbox.State != shard.StateRunning {
+			sb.learn(func(r *record) { r.Sandbox.State = shard.StateRunning })
+		}
 		e.loadCommands(sb)
 		e.enliven(sb, &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})})
 		return nil
 	}
 	if !errors.Is(err, provider.ErrGone) {
-		e.Log.Error("recover a sandbox", "sandbox", sb.id, "err", err)
+		if rec.Sandbox.State != shard.StateUnresponsive {
+			e.Log.Error("a sandbox cannot be taken up; it is tried again", "sandbox", sb.id, "err", err)
+			sb.learn(func(r *record) { r.Sandbox.State = shard.StateUnresponsive })
+		}
+		return nil
 	}
 	var exit provider.Exit
 	if inst != nil {
