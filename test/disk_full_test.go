@@ -232,3 +232,31 @@ func TestDescriptorsRunOut(t *testing.T) {
 		}
 	})
 }
+
+// TestReserve: on a full disk of the host a stopped sandbox starts by what was kept for that, which is made again when there is room.
+func TestReserve(t *testing.T) {
+	t.Parallel()
+	d := start(t, testenv.Options{Root: smallDisk(t, "1G")})
+	reserve := filepath.Join(d.Root, ".reserve")
+	kept := func() bool {
+		info, err := os.Stat(reserve)
+		return err == nil && info.Size() == 64<<20
+	}
+	d.EachProvider(t, func(t *testing.T, d *testenv.Daemon, provider string) {
+		id := box(t, d, provider, "--disk", "32MiB")
+		sh(t, d, id, "echo kept >/kept; sync")
+		d.Must("stop", id)
+		testenv.Eventually(t, "there is a reserve", func() (bool, string) { return kept(), "" })
+		empty := fill(t, d.Root)
+		defer empty()
+		d.Must("start", id)
+		if kept() {
+			t.Error("the disk was not full")
+		}
+		if got := sh(t, d, id, "cat /kept"); got != "kept" {
+			t.Errorf("its file: %q", got)
+		}
+		empty()
+		testenv.Eventually(t, "there is a reserve again", func() (bool, string) { return kept(), "" })
+	})
+}

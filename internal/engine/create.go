@@ -13,15 +13,11 @@ import (
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/image"
 	"github.com/useshards/shard/internal/provider"
+	"github.com/useshards/shard/internal/rootfs"
 )
 
 const (
-	defaultDiskMiB = 10240
-	defaultPath    = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-	// gvisorMinMemoryMiB: below it the sentry itself does not fit.
-	gvisorMinMemoryMiB = 64
-	maxMemoryMiB       = 16777216
-	maxDiskMiB         = 16777088
+	defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
 // job is a create under way. Its goroutine belongs to the engine, not to the request: a client that hangs up does not
@@ -173,9 +169,6 @@ func (e *Engine) plan(ctx context.Context, req shard.CreateRequest) (*record, pr
 		return nil, nil, err
 	}
 	release() // claim looks again
-	if err := e.enforceable(&shard.Sandbox{Policy: req.Policy, Secrets: req.Secrets}); err != nil {
-		return nil, nil, err
-	}
 	if err := checkWorkdir(req.Workdir); err != nil {
 		return nil, nil, err
 	}
@@ -222,7 +215,7 @@ func checkWorkdir(dir string) error {
 
 // checkResources fills in the defaults and refuses bounds that the provider or the host cannot honour.
 func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Resources, error) {
-	r := shard.Resources{DiskMiB: defaultDiskMiB}
+	r := shard.Resources{DiskMiB: rootfs.DefaultDiskMiB}
 	if req == nil {
 		return r, nil
 	}
@@ -232,10 +225,10 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 		to   *int64
 		most int64
 	}{
-		{"memory_mib", req.MemoryMiB, &r.MemoryMiB, maxMemoryMiB},
+		{"memory_mib", req.MemoryMiB, &r.MemoryMiB, shard.MaxMemoryMiB},
 		{"vcpus", req.VCPUs, &r.VCPUs, 1 << 20},
-		{"disk_mib", req.DiskMiB, &r.DiskMiB, maxDiskMiB},
-		{"swap_mib", req.SwapMiB, &r.SwapMiB, maxDiskMiB},
+		{"disk_mib", req.DiskMiB, &r.DiskMiB, shard.MaxDiskMiB},
+		{"swap_mib", req.SwapMiB, &r.SwapMiB, shard.MaxDiskMiB},
 	} {
 		if f.from == nil {
 			continue
@@ -246,18 +239,22 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 		*f.to = *f.from
 	}
 	if r.DiskMiB == 0 {
-		r.DiskMiB = defaultDiskMiB
+		r.DiskMiB = rootfs.DefaultDiskMiB
 	}
 	memory, err := hostMemoryMiB()
 	if err != nil {
 		return r, err
 	}
 	_, swaps := p.(provider.Swapper)
+	var least int64
+	if bounded, ok := p.(provider.Bounded); ok {
+		least = bounded.MinMemoryMiB()
+	}
 	switch {
 	case r.MemoryMiB > memory:
 		return r, shard.Invalidf("memory of %d MiB is more than this host has (%d MiB): ask for less", r.MemoryMiB, memory)
-	case r.MemoryMiB > 0 && r.MemoryMiB < gvisorMinMemoryMiB && p.Name() == "gvisor":
-		return r, shard.Invalidf("memory of %d MiB is too little for gvisor: give at least %d MiB, or 0 for no bound", r.MemoryMiB, gvisorMinMemoryMiB)
+	case r.MemoryMiB > 0 && r.MemoryMiB < least:
+		return r, shard.Invalidf("memory of %d MiB is too little for %s: give at least %d MiB, or 0 for no bound", r.MemoryMiB, p.Name(), least)
 	case r.VCPUs > int64(runtime.NumCPU()):
 		return r, shard.Invalidf("%d vcpus are more than this host has (%d): ask for fewer", r.VCPUs, runtime.NumCPU())
 	case r.SwapMiB > 0 && !swaps:

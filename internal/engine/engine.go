@@ -59,7 +59,7 @@ type Config struct {
 	Cgroups   *cgroup.Manager
 	// Nameservers are the addresses that a sandbox without a policy asks.
 	Nameservers []string
-	// Enforcer keeps sandboxes to their policies; nil while there is none.
+	// Enforcer keeps sandboxes to their policies.
 	Enforcer Enforcer
 	Secrets  *secret.Store
 	Log      *slog.Logger
@@ -111,6 +111,9 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		e.Close()
 		return nil, err
 	}
+	if err := e.keepReserve(); err != nil {
+		e.Log.Warn("hold some of the disk in reserve", "err", err)
+	}
 	if err := e.reconcile(ctx); err != nil {
 		e.Close()
 		return nil, err
@@ -125,12 +128,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 // Close lets go of every sandbox: they run on, and the next engine finds them. It waits for its goroutines.
 func (e *Engine) Close() {
 	e.cancel()
-	e.mu.Lock()
-	all := make([]*sandbox, 0, len(e.sandboxes))
-	for _, sb := range e.sandboxes {
-		all = append(all, sb)
-	}
-	e.mu.Unlock()
+	all := e.all()
 	for _, sb := range all {
 		sb.letGo()
 	}
@@ -140,14 +138,18 @@ func (e *Engine) Close() {
 	}
 }
 
+// all is every sandbox, in no order.
+func (e *Engine) all() []*sandbox {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Collect(maps.Values(e.sandboxes))
+}
+
 // PowerDown ends what runs because the host goes down: processes have the grace of a stop, and files come to rest. No record
 // says that a stop was asked for, so the daemon of the next boot brings back what shall come back. Close follows.
 func (e *Engine) PowerDown(ctx context.Context) {
-	e.mu.Lock()
-	all := slices.Collect(maps.Values(e.sandboxes))
-	e.mu.Unlock()
 	var wg sync.WaitGroup
-	for _, sb := range all {
+	for _, sb := range e.all() {
 		wg.Go(func() { e.quiet(ctx, sb) })
 	}
 	wg.Wait()
@@ -305,7 +307,7 @@ func (sb *sandbox) allows(verb shard.Verb) error {
 	s := &sb.record().Sandbox
 	err := shard.CheckVerb(s.Ref(), s.State, verb)
 	if err != nil && s.State == shard.StateFailed && s.FailedReason != "" {
-		return shard.Errorf(shard.CodeOf(err), "%w (it failed: %s)", err, s.FailedReason)
+		return shard.Errorf(shard.CodeOf(err), "%s (it failed: %s)", err, s.FailedReason)
 	}
 	return err
 }

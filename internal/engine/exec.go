@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -100,7 +101,7 @@ func (e *Engine) Exec(ctx context.Context, ref string, req shard.ExecRequest) (*
 		c.hold()
 	}
 	spec := guest.ExecSpec{ID: c.rec.ID, Argv: req.Command, Env: shard.MergeEnv(rec.environment(), req.Env...),
-		Workdir: guest.Path(or(req.Workdir, rec.Workdir)), User: or(req.User, rec.User), Stdin: req.Stdin, TTY: req.TTY}
+		Workdir: guest.Path(cmp.Or(req.Workdir, rec.Workdir)), User: cmp.Or(req.User, rec.User), Stdin: req.Stdin, TTY: req.TTY}
 	if req.Size != nil {
 		spec.Rows, spec.Cols = req.Size.Rows, req.Size.Cols
 	}
@@ -146,13 +147,6 @@ func (c *Command) launch(ctx context.Context, session *guest.Session, spec guest
 		return shard.Wrap(shard.CodeTimeout, err, "the command did not start within %d s", execTime/time.Second)
 	}
 	return c.sb.explain(err)
-}
-
-func or(a, b string) string {
-	if a != "" {
-		return a
-	}
-	return b
 }
 
 // enter counts a command in.

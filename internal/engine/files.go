@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -43,7 +44,7 @@ func (e *Engine) PutFile(ctx context.Context, ref string, args guest.PutArgs, r 
 	if err != nil {
 		return err
 	}
-	args.User = or(args.User, sb.record().User)
+	args.User = cmp.Or(args.User, sb.record().User)
 	return sb.explain(guest.Put(ctx, session, args, r))
 }
 
@@ -96,7 +97,7 @@ func (e *Engine) Mkdir(ctx context.Context, ref string, args guest.MkdirArgs) er
 	if err != nil {
 		return err
 	}
-	args.User = or(args.User, sb.record().User)
+	args.User = cmp.Or(args.User, sb.record().User)
 	return sb.explain(guest.Mkdir(ctx, session, args))
 }
 
@@ -115,7 +116,7 @@ func (e *Engine) PutArchive(ctx context.Context, ref, path, owner string, tar io
 	if err != nil {
 		return err
 	}
-	return sb.explain(guest.Untar(ctx, session, guest.UntarArgs{Path: guest.Path(path), User: or(owner, sb.record().User)}, tar))
+	return sb.explain(guest.Untar(ctx, session, guest.UntarArgs{Path: guest.Path(path), User: cmp.Or(owner, sb.record().User)}, tar))
 }
 
 // GetArchive streams a path as a tar. The caller closes it; a cut tar ends with an error.

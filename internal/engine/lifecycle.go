@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -44,9 +45,6 @@ func (sb *sandbox) spec(rec *record) provider.Spec {
 // boot prepares root and network, starts the machine, greets the agent, and stores rec as running. The caller holds the
 // verb lock; rec is the record to be, not yet stored. On failure everything is undone.
 func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec *record, img *image.Image) (err error) {
-	if err := e.enforceable(&rec.Sandbox); err != nil {
-		return err
-	}
 	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
 	var undo undo
@@ -401,10 +399,25 @@ func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox
 		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
 	}
 	defer release()
-	if err := sb.update(func(r *record) { r.Intent = "start" }); err != nil {
+	err = e.bootAgain(ctx, sb, p, &rec, img)
+	if errors.Is(err, syscall.ENOSPC) && e.spendReserve() {
+		e.Log.Warn("the host's disk is full: what was kept in reserve is used for a start", "sandbox", sb.id)
+		err = e.bootAgain(ctx, sb, p, &rec, img)
+	}
+	if err != nil {
 		return nil, err
 	}
-	if err := e.boot(ctx, sb, p, &rec, img); err != nil {
+	s := sb.record().Sandbox
+	return &s, nil
+}
+
+// bootAgain starts the machine of a stopped sandbox. The caller holds the verb lock.
+func (e *Engine) bootAgain(ctx context.Context, sb *sandbox, p provider.Provider, rec *record, img *image.Image) error {
+	err := sb.update(func(r *record) { r.Intent = "start" })
+	if err != nil {
+		return err
+	}
+	if err = e.boot(ctx, sb, p, rec, img); err != nil {
 		sb.learnIf(func(r *record) bool {
 			undone := r.Intent == "start"
 			if undone {
@@ -412,10 +425,8 @@ func (e *Engine) start(ctx context.Context, ref string, fits func(*shard.Sandbox
 			}
 			return undone
 		})
-		return nil, err
 	}
-	s := sb.record().Sandbox
-	return &s, nil
+	return err
 }
 
 // Stop ends every process of a sandbox and keeps its files. A pending sandbox's create is cancelled.
@@ -543,8 +554,6 @@ func (e *Engine) remove(ctx context.Context, sb *sandbox) error {
 	}
 	e.drop(sb)
 	sb.closeProcesses()
-	if e.Enforcer != nil {
-		e.Enforcer.Forget(sb.id)
-	}
+	e.Enforcer.Forget(sb.id)
 	return nil
 }

@@ -2,8 +2,6 @@ package engine
 
 import (
 	"context"
-	"maps"
-	"slices"
 	"time"
 
 	"github.com/useshards/shard"
@@ -69,14 +67,14 @@ func (e *Engine) restartLoop() {
 			return
 		case now := <-tick.C:
 			e.mu.Lock()
-			sandboxes := slices.Collect(maps.Values(e.sandboxes))
 			hollow := e.hollow
 			e.hollow = nil
 			e.mu.Unlock()
 			for _, id := range hollow {
 				e.deleteHollow(id)
 			}
-			for _, sb := range sandboxes {
+			_ = e.keepReserve() // said at the start of the daemon
+			for _, sb := range e.all() {
 				sb.catchUp()
 				e.finishLater(sb)
 				s := &sb.record().Sandbox

@@ -13,7 +13,6 @@ import (
 	"sync/atomic"
 
 	"github.com/useshards/shard"
-	"github.com/useshards/shard/internal/netns"
 	"github.com/useshards/shard/internal/policy"
 	"github.com/useshards/shard/internal/store"
 )
@@ -206,9 +205,6 @@ func (e *Engine) PutPolicy(ctx context.Context, name string, rules []shard.Polic
 		return nil, shard.Wrap(shard.CodeInternal, err, "could not store policy %q: is the host's disk full?", name)
 	}
 	e.policies.set(name, p)
-	if e.Enforcer == nil { // nothing runs under a policy
-		return e.policyView(p), nil
-	}
 	holders := e.policyHolders(name)
 	next, proxied := make(map[string]*policy.Compiled, len(holders)), compiled.Proxied()
 	for _, s := range holders {
@@ -309,18 +305,6 @@ func (e *Engine) holdPolicy(name string) (release func(), err error) {
 	return e.policies.change.RUnlock, nil
 }
 
-// enforceable refuses to run a sandbox whose policy nothing would enforce.
-func (e *Engine) enforceable(s *shard.Sandbox) error {
-	switch {
-	case e.Enforcer != nil || s.Policy == "" && len(s.Secrets) == 0:
-		return nil
-	case s.Policy == "":
-		return shard.Errorf(shard.CodeUnsupported, "this daemon has no proxy, without which a secret is worth nothing: create the sandbox without secrets")
-	}
-	return shard.Errorf(shard.CodeUnsupported, "this daemon cannot enforce policy %q yet, and runs no sandbox without the rules it should have: "+
-		"detach the policy, or create the sandbox without one", s.Policy)
-}
-
 // enforce puts the sandbox's policy in force, if it has one, before anything runs in it.
 func (e *Engine) enforce(ctx context.Context, s *shard.Sandbox, addr netip.Addr) error {
 	if s.Policy == "" && len(s.Secrets) == 0 {
@@ -359,16 +343,12 @@ func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) bool {
 	if s.Policy == "" && len(s.Secrets) == 0 {
 		return true
 	}
-	err := errors.New("this daemon cannot enforce policies")
-	if e.Enforcer != nil {
-		var att netns.Attachment
-		var attached bool
-		if att, attached, err = e.Net.Attachment(ctx, s.ID); err == nil && !attached {
-			return true // Recover says so
-		}
-		if err == nil {
-			err = e.enforce(ctx, &s, att.Addr)
-		}
+	att, attached, err := e.Net.Attachment(ctx, s.ID)
+	if err == nil && !attached {
+		return true // Recover says so
+	}
+	if err == nil {
+		err = e.enforce(ctx, &s, att.Addr)
 	}
 	if err != nil {
 		e.Log.Error("put a policy in force again: the sandbox can begin nothing on the network", "sandbox", s.ID, "policy", s.Policy, "err", err)
@@ -378,9 +358,6 @@ func (e *Engine) enforceAgain(ctx context.Context, sb *sandbox) bool {
 
 // unenforce takes away what enforce made. Idempotent.
 func (e *Engine) unenforce(ctx context.Context, id string) error {
-	if e.Enforcer == nil {
-		return nil
-	}
 	if err := e.Enforcer.Remove(ctx, id); err != nil {
 		return fmt.Errorf("take away the enforcement of %s: %w", id, err)
 	}

@@ -215,8 +215,4 @@ func TestPolicyNotApplied(t *testing.T) {
 	if v := l.inForce[boxID(0)].Packet(netip.MustParseAddr("198.51.100.7"), "tcp", 2, nil); v.Allow || v.Rule != policy.RuleMissing {
 		t.Errorf("with a lost policy: %+v", v)
 	}
-	e.Enforcer = nil
-	if err := e.enforceable(&s); shard.CodeOf(err) != shard.CodeUnsupported {
-		t.Errorf("without an enforcer: %v", err)
-	}
 }

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -176,7 +177,7 @@ func (sb *sandbox) launch(ctx context.Context, session *guest.Session, p *shard.
 		go func() { stored <- sb.storeLaunch(p, r) }()
 		var cmd *guest.Command
 		cmd, err = session.Run(ctx, guest.ProcessSpec{ID: r.ID, Name: p.Name, Argv: p.Command, Env: shard.MergeEnv(rec.environment(), p.Env...),
-			Workdir: guest.Path(or(p.Workdir, rec.Workdir)), User: or(p.User, rec.User), Restart: p.Restart, Keep: keep}, &logSink{sb: sb, w: w})
+			Workdir: guest.Path(cmp.Or(p.Workdir, rec.Workdir)), User: cmp.Or(p.User, rec.User), Restart: p.Restart, Keep: keep}, &logSink{sb: sb, w: w})
 		failed := <-stored
 		switch {
 		case err != nil:
@@ -374,11 +375,8 @@ func (e *Engine) revive() {
 			return returns(&p) && (p.Restart.Policy == shard.RestartAlways || !rec.StoppedByUser)
 		})
 	}
-	e.mu.Lock()
-	all := slices.Collect(maps.Values(e.sandboxes))
-	e.mu.Unlock()
 	slots := make(chan struct{}, 2)
-	for _, sb := range all {
+	for _, sb := range e.all() {
 		if !wanted(sb) {
 			continue
 		}

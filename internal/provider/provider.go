@@ -48,6 +48,9 @@ type Forker interface {
 // Swapper is a provider whose sandboxes can have swap.
 type Swapper interface{ Swap() }
 
+// Bounded is a provider whose machines do not come up in less memory.
+type Bounded interface{ MinMemoryMiB() int64 }
+
 // Networked is a provider that can let its guests use the host's network stack, in the namespace of Spec.Netns.
 type Networked interface {
 	// SharesLoopback says that the guest's 127.0.0.1 is that of Spec.Netns, where the host can dial it itself.

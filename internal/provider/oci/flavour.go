@@ -34,6 +34,8 @@ type flavour struct {
 	// adjust completes the bundle.
 	adjust func(*specs.Spec, provider.Spec) error
 	limits func(shard.Resources) cgroup.Limits
+	// minMemoryMiB: the runtime itself does not fit into less.
+	minMemoryMiB int64
 	// channel makes the agent's channel and returns the end that becomes PID 1's standard input.
 	channel func(*Instance) (*os.File, error)
 	// dial makes a channel to a machine that runs.
@@ -61,15 +63,16 @@ var flavours = map[string]flavour{
 		install:  "install runc 1.1 or later",
 	},
 	GVisor: {
-		name:    GVisor,
-		flags:   gvisorFlags,
-		adjust:  adjustGVisor,
-		limits:  gvisorLimits,
-		channel: pair,
-		dial:    attach,
-		helpers: gofer,
-		refuses: func(version) string { return "" },
-		install: "install shard-runsc beside shard (make shard-runsc builds it)",
+		name:         GVisor,
+		flags:        gvisorFlags,
+		adjust:       adjustGVisor,
+		limits:       gvisorLimits,
+		channel:      pair,
+		dial:         attach,
+		helpers:      gofer,
+		minMemoryMiB: 64,
+		refuses:      func(version) string { return "" },
+		install:      "install shard-runsc beside shard (make shard-runsc builds it)",
 	},
 }
 

@@ -101,6 +101,9 @@ func New(name string, o Options) (*OCI, error) {
 // Name implements provider.Provider.
 func (p *OCI) Name() string { return p.flavour.name }
 
+// MinMemoryMiB implements provider.Bounded.
+func (p *OCI) MinMemoryMiB() int64 { return p.flavour.minMemoryMiB }
+
 // SharesLoopback implements provider.Networked.
 func (p *OCI) SharesLoopback() bool { return p.flavour.loopback }
 
