@@ -23,7 +23,7 @@ func (c *Client) EgressLog(ctx context.Context, ref string) (decisions []shard.E
 	if err := json.NewDecoder(io.LimitReader(&body{ctx, resp.Body}, maxAnswer)).Decode(&decisions); err != nil {
 		return nil, 0, fmt.Errorf("read the daemon's egress log: %w", err)
 	}
-	cut, _ = strconv.Atoi(resp.Header.Get("Shard-Egress-Cut"))
+	cut, _ = strconv.Atoi(resp.Header.Get(shard.EgressCutHeader))
 	return decisions, cut, nil
 }
 

@@ -25,7 +25,7 @@ func (a *API) egressLog(c *call) error {
 			return err
 		}
 		if cut > 0 {
-			c.w.Header().Set("Shard-Egress-Cut", strconv.Itoa(cut))
+			c.w.Header().Set(shard.EgressCutHeader, strconv.Itoa(cut))
 		}
 		return c.json(http.StatusOK, decisions)
 	}
@@ -35,7 +35,7 @@ func (a *API) egressLog(c *call) error {
 	}
 	defer f.Close()
 	if cut > 0 {
-		c.w.Header().Set("Shard-Egress-Cut", strconv.Itoa(cut))
+		c.w.Header().Set(shard.EgressCutHeader, strconv.Itoa(cut))
 	}
 	ctx, cancel := context.WithCancel(c.r.Context())
 	defer cancel()

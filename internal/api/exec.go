@@ -16,14 +16,6 @@ import (
 	"github.com/useshards/shard/internal/engine"
 )
 
-// The first byte of a stream's message. Output messages carry the agent's channel, which is the same.
-const (
-	frameStdin       = 0x00
-	frameExit        = 0x03
-	frameStdinClosed = 0x04
-	frameError       = 0x05
-)
-
 const (
 	// maxMessage bounds what a client may send in one message.
 	maxMessage = 1<<20 + 1
@@ -176,9 +168,9 @@ func readInput(ctx context.Context, conn *websocket.Conn, client *clientConn, at
 		}
 		stop := client.whileThere(cancel)
 		switch {
-		case kind == websocket.MessageBinary && len(p) > 0 && p[0] == frameStdin:
+		case kind == websocket.MessageBinary && len(p) > 0 && p[0] == shard.FrameStdin:
 			err = att.Stdin(ctx, p[1:])
-		case kind == websocket.MessageBinary && len(p) == 1 && p[0] == frameStdinClosed:
+		case kind == websocket.MessageBinary && len(p) == 1 && p[0] == shard.FrameStdinClosed:
 			err = att.CloseStdin(ctx)
 		default:
 			stop()
@@ -215,13 +207,13 @@ func writeOutput(ctx context.Context, conn *websocket.Conn, att *engine.Attachme
 				return errNoExit
 			}
 			att.Release()
-			return send(closing(frameExit, shard.ExitMessage{ExitStatus: *rec.ExitStatus, LostBytes: rec.LostBytes}))
+			return send(closing(shard.FrameExit, shard.ExitMessage{ExitStatus: *rec.ExitStatus, LostBytes: rec.LostBytes}))
 		}
 		if _, public := errors.AsType[*shard.Error](err); !public {
 			return err
 		}
 		att.Release()
-		return send(closing(frameError, shard.ErrorBody{Error: publicError(err)}))
+		return send(closing(shard.FrameError, shard.ErrorBody{Error: publicError(err)}))
 	}
 }
 

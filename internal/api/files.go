@@ -85,7 +85,7 @@ func (c *call) stream(media string, entry shard.FileEntry, r io.Reader) error {
 		return err
 	}
 	c.w.Header().Set("Content-Type", media)
-	c.w.Header().Set("X-Shard-Stat", string(stat))
+	c.w.Header().Set(shard.StatHeader, string(stat))
 	c.sent = true
 	c.w.WriteHeader(200)
 	rc := http.NewResponseController(c.w)
@@ -159,7 +159,7 @@ func (a *API) statFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	c.w.Header().Set("X-Shard-Stat", string(stat))
+	c.w.Header().Set(shard.StatHeader, string(stat))
 	c.sent = true
 	c.w.WriteHeader(200)
 	return nil

@@ -168,14 +168,14 @@ func (c *call) outputMessages(out *engine.Output, last func() (any, error)) erro
 		if errors.Is(err, io.EOF) {
 			var v any
 			if v, err = last(); err == nil {
-				final = closing(frameExit, v)
+				final = closing(shard.FrameExit, v)
 			}
 		}
 		if ctx.Err() != nil {
 			return nil
 		}
 		if final == nil {
-			final = closing(frameError, shard.ErrorBody{Error: publicError(err)})
+			final = closing(shard.FrameError, shard.ErrorBody{Error: publicError(err)})
 		}
 		if send(final) == nil {
 			_ = conn.Close(websocket.StatusNormalClosure, "")

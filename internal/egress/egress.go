@@ -283,12 +283,12 @@ func (w *ward) end() {
 func wallRules(p *policy.Compiled) netns.Rules {
 	if p.Open() { // but for being proxied, as if it were not restricted: what no sandbox reaches is refused before
 		every := []netns.Ports{{From: 0, To: 65535}}
-		return netns.Rules{Proxied: p.Web(), OpenDNS: true, Default: policy.RuleNone,
-			Rules: []netns.Rule{{Label: policy.RuleNone, Allow: true, TCP: every, UDP: every, Other: true}}}
+		return netns.Rules{Proxied: p.Web(), OpenDNS: true, Default: shard.EgressRuleNone,
+			Rules: []netns.Rule{{Label: shard.EgressRuleNone, Allow: true, TCP: every, UDP: every, Other: true}}}
 	}
 	out := netns.Rules{Proxied: p.Web(), Rules: make([]netns.Rule, len(p.Steps)), Default: p.Request("", netip.Addr{}, "none", 0).Rule}
 	if len(p.Steps) > 0 {
-		out.Default = policy.RuleDefault
+		out.Default = shard.EgressRuleDefault
 	}
 	for i, s := range p.Steps {
 		r := netns.Rule{Label: s.ID, Allow: s.Allow}
@@ -351,15 +351,15 @@ func (e *Enforcer) dropped(d netns.Drop) {
 		decision.Address, decision.Port = d.Dest.String(), int(d.Port)
 		decision.Reason = protocolName(d.Protocol)
 		switch d.Label {
-		case netns.LabelPrivate:
+		case shard.EgressRulePrivate:
 			decision.Reason += "; no rule can open this destination"
-		case netns.LabelLocal:
+		case shard.EgressRuleLocal:
 			decision.Reason += "; the destination is the host itself"
-		case netns.LabelIPv6:
+		case shard.EgressRuleIPv6:
 			decision.Reason += "; " + noIPv6
-		case policy.RuleDefault:
+		case shard.EgressRuleDefault:
 			decision.Reason += "; no rule of the policy matches"
-		case policy.RuleMissing:
+		case shard.EgressRuleMissing:
 			decision.Reason += "; the sandbox's policy is missing from the store"
 		}
 	}

@@ -144,7 +144,7 @@ func (j *journal) count() {
 		if b.skipped == 0 {
 			continue
 		}
-		d := shard.EgressDecision{Source: source, Verdict: shard.EgressDeny, Rule: "limit",
+		d := shard.EgressDecision{Source: source, Verdict: shard.EgressDeny, Rule: shard.EgressRuleLimit,
 			Reason: fmt.Sprintf("%d more decisions, allowed and denied, were not written down", b.skipped)}
 		if j.append(d) == nil {
 			b.skipped = 0

@@ -229,7 +229,7 @@ func (p *Proxy) admit(c *client, conn net.Conn, port uint16) *guestConn {
 // limited writes down that a connection ends because its sandbox has too much under way, once a second.
 func (p *Proxy) limited(g *guestConn, reason string) {
 	if g.client.mayReport() {
-		p.note(g, "", refusal{rule: ruleLimit, reason: reason})
+		p.note(g, "", refusal{rule: shard.EgressRuleLimit, reason: reason})
 	}
 }
 

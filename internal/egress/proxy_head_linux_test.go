@@ -96,7 +96,7 @@ func TestHeadsAreOfTheShare(t *testing.T) {
 			}
 			full := func() bool {
 				for _, d := range r.log(bad.id) {
-					if d.Rule == ruleLimit {
+					if d.Rule == shard.EgressRuleLimit {
 						return true
 					}
 				}
@@ -212,7 +212,7 @@ func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
 		client.mu.Unlock()
 		_ = c.SetWriteDeadline(time.Now().Add(time.Minute))
 		_, _ = c.Write(pings.Bytes())
-		if slices.ContainsFunc(r.log(b.id), func(d shard.EgressDecision) bool { return d.Rule == ruleLimit }) {
+		if slices.ContainsFunc(r.log(b.id), func(d shard.EgressDecision) bool { return d.Rule == shard.EgressRuleLimit }) {
 			break
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/policy"
 	"github.com/useshards/shard/internal/secret"
 )
@@ -117,7 +118,7 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 	}
 	switch {
 	case held != nil:
-		p.deny(w, g, label, refusal{status: 503, rule: ruleLimit, reason: errHeld.Error(), bare: r.ProtoMajor == 2})
+		p.deny(w, g, label, refusal{status: 503, rule: shard.EgressRuleLimit, reason: errHeld.Error(), bare: r.ProtoMajor == 2})
 		return
 	case r.Method == http.MethodConnect:
 		answer(w, refusal{status: 400, reason: "CONNECT is not served: connect to the host itself"}, r.Host, port)
@@ -418,11 +419,11 @@ func failure(err error) refusal {
 	var record tls.RecordHeaderError
 	switch {
 	case errors.Is(err, errManyConns), errors.Is(err, errHeld):
-		return refusal{status: 503, rule: ruleLimit, reason: rootOf(err).Error()}
+		return refusal{status: 503, rule: shard.EgressRuleLimit, reason: rootOf(err).Error()}
 	case errors.Is(err, errLocal):
-		return refusal{status: 403, rule: ruleLocal, reason: errLocal.Error()}
+		return refusal{status: 403, rule: shard.EgressRuleLocal, reason: errLocal.Error()}
 	case errors.As(err, &bad):
-		return refusal{status: 502, rule: ruleCertificate, reason: "the host's certificate is not valid: " + fault(bad.Err)}
+		return refusal{status: 502, rule: shard.EgressRuleCertificate, reason: "the host's certificate is not valid: " + fault(bad.Err)}
 	case errors.Is(err, secret.ErrUnwatchable):
 		r.reason = err.Error()
 	case errors.As(err, &alert), errors.As(err, &record):

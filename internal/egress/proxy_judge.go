@@ -12,14 +12,6 @@ import (
 	"github.com/useshards/shard/internal/policy"
 )
 
-// What decides at the proxy where neither a rule nor a word of package policy does.
-const (
-	ruleLocal       = "local"
-	ruleResolve     = "resolve"
-	ruleLimit       = "limit"
-	ruleCertificate = "certificate"
-)
-
 // route is where a request may go, and by which verdict.
 type route struct {
 	verdict policy.Verdict
@@ -81,7 +73,7 @@ func (p *Proxy) judge(ctx context.Context, sandbox string, c *policy.Compiled, h
 		out.claimed = true
 	}
 	if err != nil || len(addrs) == 0 {
-		return route{}, &refusal{status: 502, rule: ruleResolve, reason: "the name could not be looked up", addr: netip.Addr{}}
+		return route{}, &refusal{status: 502, rule: shard.EgressRuleResolve, reason: "the name could not be looked up", addr: netip.Addr{}}
 	}
 	var first *refusal
 	for _, a := range inOrder(addrs) {
@@ -107,12 +99,12 @@ func (p *Proxy) judge(ctx context.Context, sandbox string, c *policy.Compiled, h
 
 // unreachable refuses addresses that no rule can open.
 func (p *Proxy) unreachable(addr netip.Addr) *refusal {
-	if policy.Dropped(addr) {
-		return &refusal{status: 403, rule: policy.RulePrivate, addr: addr,
+	if shard.IsUnreachable(addr) {
+		return &refusal{status: 403, rule: shard.EgressRulePrivate, addr: addr,
 			reason: "the host drops this destination for every sandbox, and no rule can open it"}
 	}
 	if p.reachable(addr) == errLocal {
-		return &refusal{status: 403, rule: ruleLocal, addr: addr, reason: "the address is the host's own, or not of a single host"}
+		return &refusal{status: 403, rule: shard.EgressRuleLocal, addr: addr, reason: "the address is the host's own, or not of a single host"}
 	}
 	return nil // one without a way to it fails when it is dialled
 }

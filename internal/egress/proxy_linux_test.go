@@ -64,10 +64,10 @@ func TestRequestsAreJudgedByTheirHost(t *testing.T) {
 			if err := json.Unmarshal([]byte(body), &refused); err != nil {
 				t.Fatalf("%v: %s", err, body)
 			}
-			if status != 403 || refused.Host != "evil.test" || refused.Rule != policy.RuleDefault || refused.Reason == "" {
+			if status != 403 || refused.Host != "evil.test" || refused.Rule != shard.EgressRuleDefault || refused.Reason == "" {
 				t.Errorf("%s: %d %s", scheme, status, body)
 			}
-			if d := r.last(b.id); d.Verdict != shard.EgressDeny || d.Rule != policy.RuleDefault || d.Host != "evil.test" {
+			if d := r.last(b.id); d.Verdict != shard.EgressDeny || d.Rule != shard.EgressRuleDefault || d.Host != "evil.test" {
 				t.Errorf("recorded %+v", d)
 			}
 		}
@@ -349,7 +349,7 @@ func TestNamesCannotLeadInside(t *testing.T) {
 	b := r.box(Subject{Policy: policyOf(t, "deny 203.0.113.0/24", "allow *"), Secrets: always})
 	c, secure := b.client(nil, false), b.client(r.pool, true)
 	for name := range r.names {
-		want := policy.RulePrivate
+		want := shard.EgressRulePrivate
 		if name == "rule.test" {
 			want = "3"
 		}
@@ -473,7 +473,7 @@ func TestSandboxesTogetherLeaveRoom(t *testing.T) {
 		for deadline := time.Now().Add(time.Minute); len(r.log(b.id)) == 0 && time.Now().Before(deadline); {
 			time.Sleep(10 * time.Millisecond)
 		}
-		if d := r.last(b.id); d.Rule != ruleLimit {
+		if d := r.last(b.id); d.Rule != shard.EgressRuleLimit {
 			t.Errorf("recorded %+v", d)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"net/textproto"
 	"strings"
 
+	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/secret"
 )
 
@@ -22,7 +23,7 @@ func (p *Proxy) insert(x *exchange, r *http.Request, held []secret.Secret) (reas
 	carried, strayed, err := secret.Insert(in, held, maxHead)
 	switch {
 	case errors.Is(err, secret.ErrRoom):
-		return "", &refusal{status: http.StatusRequestHeaderFieldsTooLarge, rule: ruleLimit, reason: err.Error()}
+		return "", &refusal{status: http.StatusRequestHeaderFieldsTooLarge, rule: shard.EgressRuleLimit, reason: err.Error()}
 	case err != nil:
 		return "", &refusal{status: 502, silent: true, reason: err.Error()}
 	}

@@ -8,14 +8,14 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"github.com/useshards/shard/internal/policy"
+	"github.com/useshards/shard"
 )
 
 // reachable says whether an address may be connected to at all, whatever the rules: errLocal, or another error where this
 // host has no way to it.
 func reachable(addr netip.Addr) error {
 	addr = addr.Unmap()
-	if policy.Dropped(addr) || addr.IsMulticast() || addr == netip.AddrFrom4([4]byte{255, 255, 255, 255}) {
+	if shard.IsUnreachable(addr) || addr.IsMulticast() || addr == netip.AddrFrom4([4]byte{255, 255, 255, 255}) {
 		return errLocal
 	}
 	// The kernel knows its own addresses and broadcasts best.

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/policy"
 )
 
@@ -42,12 +43,12 @@ func (p *Proxy) sniffed(g *guestConn) {
 		if seen[0] == recordHandshake {
 			reason = "the TLS handshake cannot be read, or names its host (SNI) in a form that TLS forbids, such as with a final dot"
 		}
-		p.drop(g, "", alertUnrecognizedName, &refusal{rule: policy.RuleDefault, addr: g.dest, reason: reason})
+		p.drop(g, "", alertUnrecognizedName, &refusal{rule: shard.EgressRuleDefault, addr: g.dest, reason: reason})
 		return
 	}
 	host, err := policy.Host(name)
 	if err != nil {
-		p.drop(g, "", alertUnrecognizedName, &refusal{rule: policy.RuleDefault, addr: g.dest, reason: "the TLS connection names no host (SNI)"})
+		p.drop(g, "", alertUnrecognizedName, &refusal{rule: shard.EgressRuleDefault, addr: g.dest, reason: "the TLS connection names no host (SNI)"})
 		return
 	}
 	if sub.inspects(host) {

@@ -221,14 +221,14 @@ func (e *Enforcer) answer(ctx context.Context, w *ward, q *dns.Msg, protocol str
 		d.Reason = typeName(question.Qtype) + d.Reason
 		w.journal.note(d)
 	}
-	limit := policy.Verdict{Rule: "limit"}
+	limit := policy.Verdict{Rule: shard.EgressRuleLimit}
 	if v := p.Packet(netip.IPv4Unspecified(), protocol, 53, nil); !v.Allow {
 		say(v, "")
 		return reply(dns.RcodeNameError)
 	}
 	name, err := policy.Host(strings.TrimSuffix(question.Name, "."))
 	if err != nil {
-		say(policy.Verdict{Rule: policy.RuleDefault}, "this is no host name")
+		say(policy.Verdict{Rule: shard.EgressRuleDefault}, "this is no host name")
 		return reply(dns.RcodeNameError)
 	}
 	a := p.Lookup(name)
@@ -251,7 +251,7 @@ func (e *Enforcer) answer(ctx context.Context, w *ward, q *dns.Msg, protocol str
 		say(limit, "too many lookups are under way")
 		return reply(dns.RcodeServerFailure)
 	case err != nil:
-		say(policy.Verdict{Rule: "resolve"}, "the nameservers do not answer")
+		say(policy.Verdict{Rule: shard.EgressRuleResolve}, "the nameservers do not answer")
 		return reply(dns.RcodeServerFailure)
 	}
 	m, addrs, private, ttl := tidy(found, question)
@@ -268,7 +268,7 @@ func (e *Enforcer) answer(ctx context.Context, w *ward, q *dns.Msg, protocol str
 		}
 	} else if private.IsValid() {
 		d.Address = private.String()
-		say(policy.Verdict{Rule: policy.RulePrivate}, "the name leads to private addresses only, which are left out of answers")
+		say(policy.Verdict{Rule: shard.EgressRulePrivate}, "the name leads to private addresses only, which are left out of answers")
 		return m
 	}
 	d.Verdict = shard.EgressAllow
@@ -338,7 +338,7 @@ func tidy(in *dns.Msg, q dns.Question) (m *dns.Msg, addrs []netip.Addr, private 
 	least := uint32(maxOpen / time.Second)
 	// One that IPv6 writes as IPv4's is no address to dial over IPv6: a question for the others answers with it.
 	address := func(a netip.Addr) (good bool) {
-		if a.Is4In6() || policy.Dropped(a) {
+		if a.Is4In6() || shard.IsUnreachable(a) {
 			private = a
 			return false
 		}

@@ -212,7 +212,7 @@ func TestPolicyNotApplied(t *testing.T) {
 	if err := e.enforce(ctx, &s, someAddr); err != nil {
 		t.Fatal(err)
 	}
-	if v := l.inForce[boxID(0)].Packet(netip.MustParseAddr("198.51.100.7"), "tcp", 2, nil); v.Allow || v.Rule != policy.RuleMissing {
+	if v := l.inForce[boxID(0)].Packet(netip.MustParseAddr("198.51.100.7"), "tcp", 2, nil); v.Allow || v.Rule != shard.EgressRuleMissing {
 		t.Errorf("with a lost policy: %+v", v)
 	}
 }

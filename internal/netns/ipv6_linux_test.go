@@ -203,7 +203,7 @@ func TestHostWithoutIPv6(t *testing.T) {
 	}
 	refused()
 	drops.wait(t, "a refusal", func(d Drop) bool {
-		return d.Label == LabelIPv6 && d.Source == a.Addr && d.Dest == netip.MustParseAddr(public) && d.Port == port
+		return d.Label == shard.EgressRuleIPv6 && d.Source == a.Addr && d.Dest == netip.MustParseAddr(public) && d.Port == port
 	})
 
 	wayOut(t, true)

@@ -56,16 +56,6 @@ type Rule struct {
 // Ports is the ports From to To, both in it.
 type Ports struct{ From, To uint16 }
 
-// Labels of Drops that are not a rule's.
-const (
-	// LabelPrivate is a destination that no rule can open.
-	LabelPrivate = "private"
-	// LabelLocal is an address of this host.
-	LabelLocal = "local"
-	// LabelIPv6 is anything over IPv6, while this host has no way out over it.
-	LabelIPv6 = "ipv6"
-)
-
 // Drop is what a restricted sandbox began and may not.
 type Drop struct {
 	// Source is the sandbox's IPv4 address, whatever the packet's family.

@@ -518,7 +518,7 @@ func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain
 			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: make([]byte, 4)}},
 			protocol(way.protocol), []expr.Any{portOf(), &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: portNumber(way.to)}}, verdict(expr.VerdictAccept))
 	}
-	for _, label := range []string{LabelPrivate, LabelLocal} {
+	for _, label := range []string{shard.EgressRulePrivate, shard.EgressRuleLocal} {
 		note, err := t.seen(c, label)
 		if err != nil {
 			return err
@@ -526,7 +526,7 @@ func (t *table) restrictedChains(c *nftables.Conn, outOf, toHost *nftables.Chain
 		deny := c.AddChain(&nftables.Chain{Table: t.nft, Name: "deny_" + label})
 		rule(deny, note)
 		t.reject(c, deny)
-		if label == LabelPrivate {
+		if label == shard.EgressRulePrivate {
 			for _, chain := range []*nftables.Chain{outOf, toHost} {
 				for _, match := range dropped.match() {
 					rule(chain, isRestricted, match, goTo(deny))

@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"github.com/google/nftables"
+
+	"github.com/useshards/shard"
 )
 
 // dials says how a dial from a namespace ends: "ok", "reset" for a refusal at once, "prohibited", or the error.
@@ -142,8 +144,10 @@ func TestRestrict(t *testing.T) {
 	seen.wait(t, "the default", func(d Drop) bool {
 		return d == Drop{Source: a.Addr, Label: "default", Dest: netip.MustParseAddr(worldUplink), Protocol: 6, Port: port}
 	})
-	seen.wait(t, "a private destination", func(d Drop) bool { return d.Label == LabelPrivate && d.Dest == netip.MustParseAddr("10.1.2.3") })
-	seen.wait(t, "the host", func(d Drop) bool { return d.Label == LabelLocal && d.Source == a.Addr })
+	seen.wait(t, "a private destination", func(d Drop) bool {
+		return d.Label == shard.EgressRulePrivate && d.Dest == netip.MustParseAddr("10.1.2.3")
+	})
+	seen.wait(t, "the host", func(d Drop) bool { return d.Label == shard.EgressRuleLocal && d.Source == a.Addr })
 
 	restrict(Rules{Default: "default", Rules: []Rule{
 		{Label: "1", Prefix: netip.MustParsePrefix("203.0.113.0/24"), TCP: everyPort, UDP: everyPort, Other: true},

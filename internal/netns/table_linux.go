@@ -14,6 +14,8 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
 )
 
 // table is the wall: one nftables table of family inet per root. It judges only what enters or leaves by an interface
@@ -405,7 +407,7 @@ func (t *table) chains(c *nftables.Conn, dropped privateSets) error {
 
 	rule(fromSandbox, t.isBound(expr.MetaKeyIIFNAME, v4, v4.from), verdict(expr.VerdictAccept))
 	if !t.way6 {
-		note, err := t.seen(c, LabelIPv6)
+		note, err := t.seen(c, shard.EgressRuleIPv6)
 		if err != nil {
 			return err
 		}

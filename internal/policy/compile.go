@@ -17,15 +17,6 @@ const (
 	ImpliedDNSRule = "dns-rule"
 )
 
-// What decides where no rule does: the rule of a Verdict.
-const (
-	RulePrivate = "private" // the host drops the destination for every sandbox
-	RuleDefault = "default" // no rule of the policy matches
-	RuleNone    = "none"    // there is no policy
-	RuleMissing = "missing" // the store lost the policy
-	RuleIPv6    = "ipv6"    // the host has no way out over IPv6
-)
-
 // Target says how a step recognises the destinations it is about.
 type Target int
 
@@ -84,7 +75,7 @@ func Compile(rules []shard.Rule) (*Compiled, error) {
 		}
 		parsed[i] = p
 	}
-	c := &Compiled{fallback: Verdict{Rule: RuleDefault, Reason: "no rule of the policy matches"}}
+	c := &Compiled{fallback: Verdict{Rule: shard.EgressRuleDefault, Reason: "no rule of the policy matches"}}
 	var implied string
 	implied, c.dns = lookups(parsed)
 	if implied != "" {
@@ -160,12 +151,12 @@ func lookups(rules []*rule) (implied string, open bool) {
 
 // Unrestricted is a sandbox without a policy: everything but what no sandbox reaches.
 func Unrestricted() *Compiled {
-	return &Compiled{dns: true, fallback: Verdict{Allow: true, Rule: RuleNone, Reason: "the sandbox has no policy"}}
+	return &Compiled{dns: true, fallback: Verdict{Allow: true, Rule: shard.EgressRuleNone, Reason: "the sandbox has no policy"}}
 }
 
 // Missing is a sandbox whose policy the store has lost: nothing.
 func Missing() *Compiled {
-	return &Compiled{fallback: Verdict{Rule: RuleMissing, Reason: "the sandbox's policy is missing from the store, so nothing can be reached"}}
+	return &Compiled{fallback: Verdict{Rule: shard.EgressRuleMissing, Reason: "the sandbox's policy is missing from the store, so nothing can be reached"}}
 }
 
 // Proxied is c for a sandbox whose web traffic must be seen whatever the rules are, because it has secrets.

@@ -88,7 +88,7 @@ func (c *Compiled) Explain(q Question) Explanation {
 				text += fmt.Sprintf("; unless it leads to an address that rule %s (%s) is about", s.ID, s.Text)
 			}
 		}
-	case v.Allow && v.Step >= 0 && c.Steps[v.Step].Target == TargetAll, v.Rule == RuleNone:
+	case v.Allow && v.Step >= 0 && c.Steps[v.Step].Target == TargetAll, v.Rule == shard.EgressRuleNone:
 		text += "; where the name leads to a private address it is dropped all the same"
 	case v.Step < 0:
 		text += "; the name can be looked up, and a rule with the address it leads to might still decide"
@@ -110,7 +110,7 @@ func (c *Compiled) sentence(q Question, v Verdict) string {
 // hint says what a person who asks about an address may not know.
 func (c *Compiled) hint(q Question, v Verdict) string {
 	switch {
-	case v.Rule == RulePrivate, len(c.Steps) == 0 && !q.Addr.Is6():
+	case v.Rule == shard.EgressRulePrivate, len(c.Steps) == 0 && !q.Addr.Is6():
 		return ""
 	case q.Port == 53 && q.Protocol != "icmp":
 		return "; all traffic to port 53 goes to the sandbox's resolver"

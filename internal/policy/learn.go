@@ -26,7 +26,7 @@ func Learn(decisions []shard.EgressDecision) (rules []shard.PolicyRule, never []
 		protocol, _, _ := strings.Cut(d.Reason, ";")
 		addr, err := netip.ParseAddr(d.Address)
 		switch {
-		case d.Rule == RulePrivate || d.Rule == "local" || d.Rule == RuleIPv6 || err == nil && Dropped(addr):
+		case d.Rule == shard.EgressRulePrivate || d.Rule == shard.EgressRuleLocal || d.Rule == shard.EgressRuleIPv6 || err == nil && shard.IsUnreachable(addr):
 			dropped[cmp.Or(d.Host, d.Address)] = true
 		case d.Source == shard.EgressDNS && host != "" && !strings.Contains(d.Reason, "no host name"):
 			if names[host] == nil {

@@ -1,6 +1,10 @@
 package policy
 
-import "net/netip"
+import (
+	"net/netip"
+
+	"github.com/useshards/shard"
+)
 
 // Verdict is what the policy says about one packet, lookup or request.
 type Verdict struct {
@@ -27,7 +31,7 @@ func (c *Compiled) undecided() Verdict {
 }
 
 func dropped() Verdict {
-	return Verdict{Rule: RulePrivate, Reason: "the host drops this destination for every sandbox, and no rule can open it", Step: -1}
+	return Verdict{Rule: shard.EgressRulePrivate, Reason: "the host drops this destination for every sandbox, and no rule can open it", Step: -1}
 }
 
 // Packet says what becomes of a packet. protocol is tcp, udp or anything else; opened says whether an address is in the
@@ -35,7 +39,7 @@ func dropped() Verdict {
 func (c *Compiled) Packet(addr netip.Addr, protocol string, port uint16, opened func(step int, addr netip.Addr) bool) Verdict {
 	addr = addr.Unmap()
 	toResolver := len(c.Steps) > 0 && port == 53 && (protocol == "tcp" || protocol == "udp")
-	if !toResolver && Dropped(addr) {
+	if !toResolver && shard.IsUnreachable(addr) {
 		return dropped()
 	}
 	for i := range c.Steps {
@@ -120,7 +124,7 @@ func (c *Compiled) Lookup(name string) Answer {
 	}
 	if !c.dns {
 		if a.Allow {
-			a.Verdict = Verdict{Rule: RuleDefault, Reason: "the policy opens no DNS, so no name can be looked up", Step: -1}
+			a.Verdict = Verdict{Rule: shard.EgressRuleDefault, Reason: "the policy opens no DNS, so no name can be looked up", Step: -1}
 		}
 		a.Listed = false
 	}
@@ -149,7 +153,7 @@ func (c *Compiled) Request(host string, addr netip.Addr, protocol string, port u
 		}
 	}
 	byName := v.Step >= 0 && c.Steps[v.Step].Target == TargetNames
-	if !byName && addr.IsValid() && Dropped(addr) {
+	if !byName && addr.IsValid() && shard.IsUnreachable(addr) {
 		return dropped()
 	}
 	return v

@@ -249,7 +249,7 @@ func TestAgainstTheModel(t *testing.T) {
 			for _, f := range universe {
 				v := c.Packet(addr, f.protocol, f.port, inSet)
 				toResolver := f.port == 53 && len(rules) > 0
-				want, allow := RuleDefault, false
+				want, allow := shard.EgressRuleDefault, false
 				switch i := first(rules, f, func(r modelRule) bool {
 					p, cidr := r.cidr()
 					return r.dest == "any" || r.dest == "dns" && f.port == 53 || !toResolver && cidr && p.Contains(addr) ||
@@ -257,8 +257,8 @@ func TestAgainstTheModel(t *testing.T) {
 				}); {
 				case toResolver && implied != "":
 					want, allow = map[string]string{"udp": "1", "tcp": "2"}[f.protocol], true
-				case !toResolver && Dropped(addr):
-					want = RulePrivate
+				case !toResolver && shard.IsUnreachable(addr):
+					want = shard.EgressRulePrivate
 				case i >= 0:
 					want, allow = strconv.Itoa(i+1+front), rules[i].action == Allow
 				}
@@ -274,12 +274,12 @@ func TestAgainstTheModel(t *testing.T) {
 						p, cidr := r.cidr()
 						return r.dest == "any" || cidr && p.Contains(addr) || host != "" && r.names(host)
 					})
-					want, allow := RuleDefault, false
+					want, allow := shard.EgressRuleDefault, false
 					if i >= 0 {
 						want, allow = strconv.Itoa(i+1+front), rules[i].action == Allow
 					}
-					if Dropped(addr) && (i < 0 || !rules[i].named()) {
-						want, allow = RulePrivate, false
+					if shard.IsUnreachable(addr) && (i < 0 || !rules[i].named()) {
+						want, allow = shard.EgressRulePrivate, false
 					}
 					if v.Rule != want || v.Allow != allow {
 						t.Fatalf("%v: a request for %q at %s %v: %+v; the model says %s, %v", texts, host, addr, f, v, want, allow)
@@ -322,7 +322,7 @@ func TestNothingOpensWhatIsDropped(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p := rapid.SampledFrom(DroppedPrefixes()).Draw(t, "prefix")
+		p := rapid.SampledFrom(shard.Unreachable()).Draw(t, "prefix")
 		bytes := p.Addr().AsSlice()
 		for i := p.Bits(); i < len(bytes)*8; i++ {
 			if rapid.Bool().Draw(t, "bit") {

@@ -402,13 +402,13 @@ func TestPacket(t *testing.T) {
 			t.Errorf("%s: %s: %s, want %s", c.policy, c.packet, got, c.want)
 		}
 	}
-	if v := Unrestricted().Packet(netip.MustParseAddr("198.51.100.7"), "udp", 53, nil); !v.Allow || v.Rule != RuleNone {
+	if v := Unrestricted().Packet(netip.MustParseAddr("198.51.100.7"), "udp", 53, nil); !v.Allow || v.Rule != shard.EgressRuleNone {
 		t.Errorf("without a policy: %+v", v)
 	}
-	if v := Unrestricted().Packet(netip.MustParseAddr("10.0.0.1"), "udp", 53, nil); v.Allow || v.Rule != RulePrivate {
+	if v := Unrestricted().Packet(netip.MustParseAddr("10.0.0.1"), "udp", 53, nil); v.Allow || v.Rule != shard.EgressRulePrivate {
 		t.Errorf("without a policy: %+v", v)
 	}
-	if v := Missing().Packet(netip.MustParseAddr("198.51.100.7"), "tcp", 443, nil); v.Allow || v.Rule != RuleMissing {
+	if v := Missing().Packet(netip.MustParseAddr("198.51.100.7"), "tcp", 443, nil); v.Allow || v.Rule != shard.EgressRuleMissing {
 		t.Errorf("with a policy that is lost: %+v", v)
 	}
 	if a := Missing().Lookup("a.com"); a.Allow || a.Listed {
@@ -489,11 +489,11 @@ func TestDropped(t *testing.T) {
 		"100::1": true, "2002:a00:1::1": true, "2002:c0a8:101::1": true, "2002:c633:6407::1": false, "2001::1": true, "2001:0:ffff::1": true, "2001:1::1": false,
 		"2606:4700::1%eth0": true,
 	} {
-		if got := Dropped(netip.MustParseAddr(addr)); got != want {
+		if got := shard.IsUnreachable(netip.MustParseAddr(addr)); got != want {
 			t.Errorf("%s: %v", addr, got)
 		}
 	}
-	if !Dropped(netip.Addr{}) {
+	if !shard.IsUnreachable(netip.Addr{}) {
 		t.Error("no address")
 	}
 }
