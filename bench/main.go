@@ -74,7 +74,6 @@ type bench struct {
 	bin    string
 	client *client.Client
 	daemon *exec.Cmd
-	ids    []string
 	report report
 }
 
@@ -189,7 +188,7 @@ func (b *bench) makeRoot(root string) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(root, "bin", "busybox"), program, 0o755); err != nil { //nolint:gosec // a program
+	if err := os.WriteFile(filepath.Join(root, "bin", "busybox"), program, 0o755); err != nil { // a program
 		return err
 	}
 	if err := os.WriteFile(filepath.Join(root, "etc", "passwd"), []byte("root:x:0:0::/root:/bin/sh\n"), 0o600); err != nil {
@@ -217,13 +216,12 @@ func (b *bench) cli(args ...string) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// create makes a sandbox and remembers it for the end.
+// create makes a sandbox.
 func (b *bench) create(provider string) (string, error) {
 	s, err := b.client.Create(b.ctx, shard.CreateRequest{Image: image, Provider: provider}, nil)
 	if err != nil {
 		return "", fmt.Errorf("create: %w", err)
 	}
-	b.ids = append(b.ids, s.ID)
 	return s.ID, nil
 }
 
@@ -231,7 +229,6 @@ func (b *bench) remove(id string) error {
 	if err := b.client.Remove(b.ctx, id, true); err != nil {
 		return fmt.Errorf("remove: %w", err)
 	}
-	b.ids = slices.DeleteFunc(b.ids, func(other string) bool { return other == id })
 	return nil
 }
 

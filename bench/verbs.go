@@ -255,7 +255,6 @@ func (b *bench) parallel(p string) error {
 	}
 	wg.Wait()
 	perSecond := float64(len(ids)) / time.Since(begin).Seconds()
-	b.ids = append(b.ids, ids...)
 	for _, id := range ids {
 		errs = append(errs, b.remove(id))
 	}

@@ -152,7 +152,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		a.recorder.observe(name, answer.status, took)
 		a.Log.Debug("request", "request", id, "route", name, "status", answer.status, "took", took, "cut", p != nil)
 		if p != nil {
-			if p != http.ErrAbortHandler { //nolint:errorlint // a panic value, compared as net/http does
+			if p != http.ErrAbortHandler { // a panic value, compared as net/http does
 				a.Log.Error("panic", "request", id, "route", name, "panic", fmt.Sprint(p))
 			}
 			panic(http.ErrAbortHandler)

@@ -122,7 +122,7 @@ func (c *clientConn) whileThere(gone func()) (stop func()) {
 		}
 		hung := false
 		c.control(func(fd int) {
-			fds := []unix.PollFd{{Fd: int32(fd)}} //nolint:gosec // a descriptor fits
+			fds := []unix.PollFd{{Fd: int32(fd)}} // a descriptor fits
 			n, err := unix.Poll(fds, 0)
 			hung = err == nil && n > 0 && fds[0].Revents&(unix.POLLHUP|unix.POLLERR) != 0
 		})

@@ -291,7 +291,7 @@ func TestExecTerminal(t *testing.T) {
 		t.Errorf("after the resize: %q", got)
 	}
 	write("exit 9\n")
-	go io.Copy(io.Discard, tty) //nolint:errcheck // ends with the terminal
+	go io.Copy(io.Discard, tty) // ends with the terminal
 	_ = cmd.Wait()
 	if code := cmd.ProcessState.ExitCode(); code != 9 {
 		t.Errorf("exit code %d", code)
@@ -326,7 +326,7 @@ func TestShell(t *testing.T) {
 	if got := expect(t, tty, "bash-2"); !strings.Contains(got, "/usr") {
 		t.Errorf("got %q", got)
 	}
-	go io.Copy(io.Discard, tty) //nolint:errcheck // ends with the terminal
+	go io.Copy(io.Discard, tty) // ends with the terminal
 	_ = cmd.Wait()
 	if code := cmd.ProcessState.ExitCode(); code != 3 {
 		t.Errorf("exit code %d", code)

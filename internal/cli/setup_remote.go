@@ -112,14 +112,14 @@ func (a *App) saveConnection(c connection) (string, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("save the connection: %w", err)
 	}
-	if err := os.Chmod(dir, 0o700); err != nil { //nolint:gosec // a directory
+	if err := os.Chmod(dir, 0o700); err != nil { // a directory
 		return "", fmt.Errorf("save the connection: %w", err)
 	}
 	f, err := os.CreateTemp(dir, ".config-") // 0600
 	if err != nil {
 		return "", fmt.Errorf("save the connection: %w", err)
 	}
-	defer os.Remove(f.Name()) //nolint:errcheck // gone after the rename
+	defer os.Remove(f.Name()) // gone after the rename
 	_, err = f.Write(append(data, '\n'))
 	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
 		return "", fmt.Errorf("save the connection: %w", err)

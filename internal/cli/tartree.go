@@ -101,7 +101,7 @@ func writeEntry(tw *tar.Writer, path, name string, info fs.FileInfo, first map[i
 		h.Name += "/"
 	}
 	if st, ok := info.Sys().(*syscall.Stat_t); ok && info.Mode().IsRegular() && st.Nlink > 1 {
-		id := inode{uint64(st.Dev), st.Ino} //nolint:unconvert // Dev is 32 bits wide on darwin
+		id := inode{uint64(st.Dev), st.Ino} // Dev is 32 bits wide on darwin
 		if other, seen := first[id]; seen {
 			h.Typeflag, h.Linkname, h.Size = tar.TypeLink, other, 0
 			return tw.WriteHeader(h)

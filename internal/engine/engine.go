@@ -15,7 +15,8 @@
 //
 // forwards.mu stands beside the first: it is held over one change of a sandbox's ports.
 //
-// No lock but the first three is held over I/O. Records are read without any: they are replaced, never changed.
+// The first three are held over I/O, and sandbox.put, which stands for itself, over the write of one record; no other lock
+// is. Records are read without any: they are replaced, never changed.
 package engine
 
 import (

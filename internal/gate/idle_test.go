@@ -77,6 +77,6 @@ func TestIdleConnections(t *testing.T) {
 }
 
 func isTimeout(err error) bool {
-	e, ok := err.(net.Error) //nolint:errorlint // straight from the connection
+	e, ok := err.(net.Error) // straight from the connection
 	return ok && e.Timeout()
 }

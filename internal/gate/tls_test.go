@@ -112,7 +112,7 @@ func TestTLSForms(t *testing.T) {
 	cert, key, roots := certificate(t, t.TempDir(), "one.example.com")
 	r := newRig(t, Options{CertFile: cert, KeyFile: key})
 	for name, config := range map[string]*tls.Config{
-		"TLS 1.1": {MaxVersion: tls.VersionTLS11, MinVersion: tls.VersionTLS10}, //nolint:gosec // to see it refused
+		"TLS 1.1": {MaxVersion: tls.VersionTLS11, MinVersion: tls.VersionTLS10}, // to see it refused
 		"HTTP/2":  {NextProtos: []string{"h2"}},
 	} {
 		config.RootCAs, config.ServerName = roots, "one.example.com"

@@ -58,7 +58,7 @@ func idOf(info fs.FileInfo) fileID {
 	if !ok {
 		return fileID{}
 	}
-	return fileID{uint64(st.Dev), st.Ino} //nolint:unconvert // Dev is 32 bits wide on darwin
+	return fileID{uint64(st.Dev), st.Ino} // Dev is 32 bits wide on darwin
 }
 
 func (p *packer) top(src, name string) error {

@@ -130,7 +130,7 @@ func (u *unpacker) entry(hdr *tar.Header) error {
 		// A sandbox gets its devices from its provider, never from an image; and 0:0 would read as a whiteout.
 		u.dropped++
 		return nil
-	case tar.TypeReg, tar.TypeRegA, tar.TypeDir, tar.TypeSymlink, tar.TypeLink, tar.TypeFifo, tar.TypeGNUSparse, tar.TypeCont: //nolint:staticcheck // old tars hold TypeRegA
+	case tar.TypeReg, tar.TypeRegA, tar.TypeDir, tar.TypeSymlink, tar.TypeLink, tar.TypeFifo, tar.TypeGNUSparse, tar.TypeCont: // old tars hold TypeRegA
 	case tar.TypeXGlobalHeader:
 		return nil
 	default:

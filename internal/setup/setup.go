@@ -320,7 +320,7 @@ func (in *Installer) apiKey(p *Plan) error {
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil { //nolint:gosec // only the file in it is secret
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil { // only the file in it is secret
 		return err
 	}
 	if _, err := writeFile(path, strings.NewReader(text+"\n"), 0o600); err != nil {
@@ -388,7 +388,7 @@ func (in *Installer) services(ctx context.Context, p *Plan, programs bool) error
 		}
 		text = marker + string(plan) + "\n" + strings.NewReplacer("@PREFIX@", prefix, "@ROOT@", p.Root).Replace(text)
 		path := filepath.Join(units, name)
-		if err := os.MkdirAll(in.path(units), 0o755); err != nil { //nolint:gosec // as everywhere
+		if err := os.MkdirAll(in.path(units), 0o755); err != nil { // as everywhere
 			return err
 		}
 		one, err := writeFile(in.path(path), strings.NewReader(text), 0o644)
@@ -430,7 +430,7 @@ func (in *Installer) services(ctx context.Context, p *Plan, programs bool) error
 func (in *Installer) drop(ctx context.Context, name string) error {
 	path := in.path(filepath.Join(units, name))
 	if _, err := os.Lstat(path); err != nil {
-		return nil //nolint:nilerr // not there
+		return nil // not there
 	}
 	if in.Systemd() {
 		if err := in.Run(ctx, "systemctl", "disable", "--now", name); err != nil {
@@ -504,7 +504,7 @@ func copyFile(from, to string, mode os.FileMode) (changed bool, err error) {
 
 // writeFile makes path hold what r does, whole or not at all, and says whether it had to.
 func writeFile(path string, r io.ReadSeeker, mode os.FileMode) (changed bool, err error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil { //nolint:gosec // as everywhere below /usr/local and /etc
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil { // as everywhere below /usr/local and /etc
 		return false, err
 	}
 	if same, err := holds(path, r); err != nil || same {
@@ -520,7 +520,7 @@ func writeFile(path string, r io.ReadSeeker, mode os.FileMode) (changed bool, er
 	if err != nil {
 		return false, err
 	}
-	defer os.Remove(f.Name()) //nolint:errcheck // gone after the rename
+	defer os.Remove(f.Name()) // gone after the rename
 	_, err = io.Copy(f, r)
 	if err := errors.Join(err, f.Chmod(mode), f.Sync(), f.Close()); err != nil {
 		return false, err

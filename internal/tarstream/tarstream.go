@@ -166,7 +166,7 @@ func entry(hdr *tar.Header) (*Entry, error) {
 	}
 	e := &Entry{Name: name, Size: hdr.Size, Mode: uint32(hdr.Mode & 0o7777), ModTime: hdr.ModTime}
 	switch hdr.Typeflag {
-	case tar.TypeReg, tar.TypeRegA, tar.TypeCont, tar.TypeGNUSparse: //nolint:staticcheck // old writers still make TypeRegA
+	case tar.TypeReg, tar.TypeRegA, tar.TypeCont, tar.TypeGNUSparse: // old writers still make TypeRegA
 		e.Kind = File
 		if strings.HasSuffix(hdr.Name, "/") {
 			e.Kind = Dir

@@ -42,7 +42,7 @@ func run(check bool) error {
 			if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 				return err
 			}
-			if err := os.WriteFile(path, want, 0o644); err != nil { //nolint:gosec // documentation is for everyone
+			if err := os.WriteFile(path, want, 0o644); err != nil { // documentation is for everyone
 				return err
 			}
 			continue

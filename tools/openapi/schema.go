@@ -39,7 +39,7 @@ func readComments(dir string) (comments, error) {
 				continue
 			}
 			for _, spec := range gen.Specs {
-				t := spec.(*ast.TypeSpec) //nolint:forcetypeassert // what else a type declaration holds
+				t := spec.(*ast.TypeSpec) // what else a type declaration holds
 				out[t.Name.Name] = flow(gen.Doc.Text())
 				s, ok := t.Type.(*ast.StructType)
 				if !ok {

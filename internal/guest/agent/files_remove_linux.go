@@ -72,7 +72,7 @@ type nodeID struct{ dev, ino uint64 }
 func idOf(fd int) (nodeID, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(fd, &st)
-	return nodeID{uint64(st.Dev), st.Ino}, err //nolint:unconvert // the width of Dev differs
+	return nodeID{uint64(st.Dev), st.Ino}, err // the width of Dev differs
 }
 
 var errSwapped = errors.New("it was moved")

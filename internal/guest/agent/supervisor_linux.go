@@ -90,7 +90,7 @@ func (a *agent) follow(r *request) (guest.Done, error) {
 // settle waits for everything that is being started.
 func (a *agent) settle() {
 	a.starting.Lock()
-	a.starting.Unlock() //nolint:staticcheck // to have held it is the purpose
+	a.starting.Unlock() // to have held it is the purpose
 }
 
 // serve sends the output behind offset, or what is held when that is less.

@@ -253,7 +253,7 @@ func (x *extraction) note(dir int, name string, e *tarstream.Entry) error {
 	if err != nil {
 		return err
 	}
-	made := madeDir{name, nodeID{uint64(st.Dev), st.Ino}, e} //nolint:unconvert // the width of Dev differs
+	made := madeDir{name, nodeID{uint64(st.Dev), st.Ino}, e} // the width of Dev differs
 	x.made[name] = len(x.order)
 	x.order = append(x.order, made)
 	return nil

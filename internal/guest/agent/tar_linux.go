@@ -162,7 +162,7 @@ func (a *archive) tree(name string) error {
 func (a *archive) enter(fd int, name string, parent uint64) (level, error) {
 	var st unix.Stat_t
 	err := unix.Fstat(fd, &st)
-	if err == nil && uint64(st.Dev) != parent { //nolint:unconvert // the width of Dev differs
+	if err == nil && uint64(st.Dev) != parent { // the width of Dev differs
 		if kernelMade(fd) {
 			return level{}, shard.Invalidf("%s holds what the kernel makes up (proc or sysfs) and cannot be archived", shard.Quote(name))
 		}
@@ -170,7 +170,7 @@ func (a *archive) enter(fd int, name string, parent uint64) (level, error) {
 	if err == nil && len(name) > 4096 {
 		return level{}, shard.Invalidf("%s is nested too deeply: its path is longer than 4096 bytes", shard.Quote(name))
 	}
-	l := level{id: nodeID{uint64(st.Dev), st.Ino}, name: name} //nolint:unconvert // as above
+	l := level{id: nodeID{uint64(st.Dev), st.Ino}, name: name} // as above
 	if err == nil {
 		l.names, err = readNames(fd)
 	}
@@ -213,14 +213,14 @@ func (a *archive) file(dir int, base, name string) error {
 		return shard.Invalidf("%s was replaced while it was read: try again", shard.Quote(name))
 	}
 	if st.Nlink > 1 {
-		id := nodeID{uint64(st.Dev), st.Ino} //nolint:unconvert // the width of Dev differs
+		id := nodeID{uint64(st.Dev), st.Ino} // the width of Dev differs
 		if l := a.linked[id]; l != nil {
 			if l.left--; l.left == 0 {
 				delete(a.linked, id)
 			}
 			return a.header(&st, &tar.Header{Typeflag: tar.TypeLink, Name: name, Linkname: l.first}, -1)
 		}
-		a.linked[id] = &linkedFile{name, uint64(st.Nlink) - 1} //nolint:unconvert // 32 bits wide on arm64
+		a.linked[id] = &linkedFile{name, uint64(st.Nlink) - 1} // 32 bits wide on arm64
 	}
 	if err := a.header(&st, &tar.Header{Typeflag: tar.TypeReg, Name: name, Size: st.Size}, fd); err != nil {
 		return err

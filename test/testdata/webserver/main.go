@@ -75,6 +75,6 @@ self.addEventListener('fetch', e => { if (e.request.mode == 'navigate') e.respon
 	var hits atomic.Int64
 	http.HandleFunc("/hit", func(http.ResponseWriter, *http.Request) { hits.Add(1) })
 	http.HandleFunc("/hits", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, hits.Load()) })
-	fmt.Fprintln(os.Stderr, http.ListenAndServe(os.Args[1], nil)) //nolint:gosec // only the tests talk to it
+	fmt.Fprintln(os.Stderr, http.ListenAndServe(os.Args[1], nil)) // only the tests talk to it
 	os.Exit(1)
 }
