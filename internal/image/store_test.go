@@ -116,6 +116,7 @@ func TestDamage(t *testing.T) {
 			}
 			t.Run(what+" "+how, func(t *testing.T) {
 				s, _, a, b, c := threeImages(t)
+				s.background.Wait() // it writes the records of layers once more
 				file := path(s, c)
 				if err := os.RemoveAll(file); err != nil {
 					t.Fatal(err)
