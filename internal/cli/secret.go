@@ -34,7 +34,7 @@ func (a *App) secretSetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "set [options] NAME [VALUE]",
 		Short: "Store a secret, or replace its value",
-		Long: `Store a secret, or replace its value: what is not given stays as it is, and the sandboxes that have it use the new value from
+		Long: `Store a secret, or replace its value: of the rest, what is not given stays as it is, and the sandboxes that have it use the new value from
 their next request on. Prints the name. Without VALUE it is read from stdin, up to the end (a line end there is dropped), or
 asked for when that is a terminal. VALUE on the command line can be seen in process lists and stays in the shell's history.
 

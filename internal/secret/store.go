@@ -313,7 +313,7 @@ func (s *Store) Remove(name string, force bool, holders Holders) error {
 		return shard.Errorf(shard.CodeNotFound, "there is no secret %s", name)
 	}
 	if len(holders.Names) > 0 && !force {
-		err := shard.Errorf(shard.CodeInUse, "secret %s is in use: take it from the sandboxes that have it (shard secret ungrant), or remove it with force", name)
+		err := shard.Errorf(shard.CodeInUse, "secret %s is in use: take it from the sandboxes that have it (shard stop, then shard secret ungrant), or remove it with force", name)
 		err.Holders = holders.Names
 		return err
 	}
