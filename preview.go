@@ -25,7 +25,7 @@ type PortLink struct {
 
 // PreviewRequest tells the daemon under which origin a shard serve has its preview addresses.
 type PreviewRequest struct {
-	// Origin is scheme, domain and port, such as https://preview.example.com:7850.
+	// Origin is scheme, domain and port, such as https://preview.example.com:7850; empty when there are none any more.
 	Origin string `json:"origin"`
 }
 

@@ -35,12 +35,16 @@ func (a *API) putPreview(c *call) error {
 	if err := c.body(&req, false); err != nil {
 		return err
 	}
-	origin, err := shard.ParsePreviewOrigin(req.Origin)
-	if err != nil {
-		return err
+	where := ""
+	if req.Origin != "" {
+		origin, err := shard.ParsePreviewOrigin(req.Origin)
+		if err != nil {
+			return err
+		}
+		where = origin.String()
 	}
 	a.previews.mu.Lock()
-	a.previews.origin, a.previews.said = origin.String(), time.Now()
+	a.previews.origin, a.previews.said = where, time.Now()
 	a.previews.mu.Unlock()
 	return c.noContent()
 }

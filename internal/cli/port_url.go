@@ -65,7 +65,7 @@ func (a *App) signLink(ctx context.Context, ref string, port int, life time.Dura
 		return nil, err
 	}
 	if status.Preview == "" {
-		return nil, errors.New("no shard serve with preview addresses runs on this host: start one with --preview-domain")
+		return nil, errors.New("the daemon has heard of no shard serve with preview addresses on this host: start one with --preview-domain, and give it a few seconds")
 	}
 	origin, err := shard.ParsePreviewOrigin(status.Preview)
 	if err != nil {

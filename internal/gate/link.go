@@ -147,8 +147,8 @@ func (r *replayed) Read(b []byte) (int, error) {
 	return r.Conn.Read(b)
 }
 
-// announce tells the daemon again and again where previews are, until end is closed: shard port url on the same host has
-// no other way to know.
+// announce tells the daemon again and again where previews are, and, when end is closed, that they are no more: shard port url
+// on the same host has no other way to know.
 func (p *preview) announce(end <-chan struct{}) {
 	tick := time.NewTicker(announceEvery)
 	defer tick.Stop()
@@ -172,6 +172,9 @@ func (p *preview) announce(end <-chan struct{}) {
 		said = now
 		select {
 		case <-end:
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), announceEvery)
+			_ = p.ask(ctx, http.MethodPut, "/v0/daemon/preview", shard.PreviewRequest{}, nil) // else the daemon forgets it by itself
+			cancel()
 			return
 		case <-tick.C:
 		}

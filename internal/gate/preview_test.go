@@ -524,5 +524,9 @@ func TestPreviewOptions(t *testing.T) {
 			time.Sleep(10 * time.Millisecond)
 		}
 		r.stop()
+		reqs := r.requests()
+		if last := reqs[len(reqs)-1]; last.Method+" "+last.URL.Path != "PUT /v0/daemon/preview" || len(reqs) < 2 {
+			t.Errorf("the daemon does not hear that there are no more: %d requests, the last %s %s", len(reqs), last.Method, last.URL.Path)
+		}
 	}
 }
