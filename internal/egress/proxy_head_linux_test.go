@@ -174,6 +174,7 @@ func TestLongHeads(t *testing.T) {
 
 // TestQuestionsWhoseAnswersNobodyTakes: pings over HTTP/2 whose answers wait in the proxy are bounded too.
 func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
+	const most = 600
 	r := newRig(t)
 	r.host("good.test", public, what)
 	b := r.box(Subject{Policy: policyOf(t, "allow good.test")})
@@ -188,7 +189,7 @@ func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
 	}
 	client := r.proxy.clients[b.id]
 	var all []net.Conn
-	for range 200 {
+	for range most {
 		c := b.raw(80).(*net.TCPConn)
 		_, _ = io.WriteString(c, http2.ClientPreface)
 		f := http2.NewFramer(c, c)
@@ -216,13 +217,20 @@ func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
 			break
 		}
 	}
-	if len(all) == 200 {
-		t.Error("there is room for the answers of all")
-	}
+	client.mu.Lock()
+	stuck := client.stuck
+	client.mu.Unlock()
 	for _, c := range all {
 		_ = c.Close()
 	}
 	client.returned(t)
+	switch {
+	case len(all) < most:
+	case stuck > maxStuck:
+		t.Errorf("there is room for the answers of all: %d bytes", stuck)
+	default: // what the kernel takes of small packets is its own affair, and changes from hour to hour
+		t.Skipf("the kernel took most of the answers itself: %d bytes of questions are counted as waiting, and the bound is %d", stuck, maxStuck)
+	}
 }
 
 // returned waits until nothing is held of a sandbox.
