@@ -172,6 +172,34 @@ func TestLongHeads(t *testing.T) {
 	}
 }
 
+// TestWaitingIsBounded: what connections of one sandbox read while a write of theirs waits is bounded together, and given back when
+// the write ends or the connection does.
+func TestWaitingIsBounded(t *testing.T) {
+	c := &client{}
+	var all []*heading
+	for room := true; room; {
+		h := &heading{http2: true}
+		h.write(c, true)
+		all, room = append(all, h), h.read(c, freeStuck+100<<10)
+	}
+	if most := maxStuck/(stuckWeight*100<<10) + 1; len(all) != most {
+		t.Errorf("%d connections found room, of %d", len(all)-1, most-1)
+	}
+	if h := (&heading{http2: true}); !h.read(c, 1<<20) {
+		t.Error("a connection whose answers are taken is refused")
+	}
+	for i, h := range all {
+		if i%2 == 0 {
+			h.write(c, false)
+		} else {
+			h.close(c)
+		}
+	}
+	if c.stuck != 0 {
+		t.Errorf("%d bytes are held for nothing", c.stuck)
+	}
+}
+
 // TestQuestionsWhoseAnswersNobodyTakes: pings over HTTP/2 whose answers wait in the proxy are bounded too.
 func TestQuestionsWhoseAnswersNobodyTakes(t *testing.T) {
 	const most = 600

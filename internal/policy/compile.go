@@ -46,7 +46,7 @@ type Step struct {
 // Compiled is a policy as the host enforces it for a sandbox. It is immutable.
 //
 // A packet to port 53 of TCP or UDP is one to the resolver: only steps with TargetResolver and TargetAll are about it.
-// Every other packet is dropped when Dropped says so; then the first step decides whose Flows has its protocol and port
+// Every other packet is dropped when shard.IsUnreachable says so; then the first step decides whose Flows has its protocol and port
 // and whose Target its address. Where none does, the packet is dropped.
 //
 // The sets of TargetNames steps are kept by the resolver, per sandbox. An address that an answer put there for a denied

@@ -137,7 +137,7 @@ func (c *Compiled) Lookup(name string) Answer {
 // Request says what becomes of a connection or request whose host name is known: host as Host returns it, or "" for
 // none; addr is where it goes, or the zero Addr when that is not known yet. Where a step with names decides, addr is what
 // the sandbox claims: whoever connects must look the host up itself and ask again with the address it got, since an
-// earlier rule may deny that address, and refuse one that Dropped names. Any other step speaks of addr, and of no other.
+// earlier rule may deny that address, and refuse one that shard.IsUnreachable names. Any other step speaks of addr, and of no other.
 func (c *Compiled) Request(host string, addr netip.Addr, protocol string, port uint16) Verdict {
 	addr = addr.Unmap()
 	v := c.undecided()

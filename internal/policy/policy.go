@@ -7,7 +7,7 @@
 //	the packet filter   Compiled.Steps, one rule for each, in order; Compiled.Packet says what they must come to
 //	the resolver        Compiled.Lookup: whether to answer, and which steps' address sets the answer feeds
 //	the proxy           Compiled.Request, for each request on TCP 80 and 443
-//	all three           Dropped, before any rule
+//	all three           shard.IsUnreachable, before any rule
 //
 // All port-53 traffic of a sandbox with a policy goes to the resolver, wherever it was sent and even where the policy
 // opens no DNS: a lookup that is refused at once is better than one that is dropped and waits. Packet says whether the
