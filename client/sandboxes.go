@@ -59,6 +59,17 @@ func (c *Client) Stop(ctx context.Context, ref string) (*shard.Sandbox, error) {
 	return c.verb(ctx, ref, "stop")
 }
 
+// Pause saves memory and files of a running sandbox to the disk of its host and ends its machine: up to 10 minutes for a large
+// memory. Cancelling ctx ends only the wait. Commands that run in it end; named processes go on when it is resumed.
+func (c *Client) Pause(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	return c.verb(ctx, ref, "pause")
+}
+
+// Resume lets a paused sandbox go on where it stood. Cancelling ctx ends only the wait.
+func (c *Client) Resume(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	return c.verb(ctx, ref, "resume")
+}
+
 func (c *Client) verb(ctx context.Context, ref, verb string) (*shard.Sandbox, error) {
 	var out shard.Sandbox
 	err := c.do(ctx, call{method: http.MethodPost, path: sandboxPath(ref, verb)}, &out)

@@ -225,7 +225,7 @@ func TestDaemonNotThere(t *testing.T) {
 
 func TestEveryCommandHasHelp(t *testing.T) {
 	var all strings.Builder
-	for _, c := range strings.Fields(`.help create exec shell cp list inspect start stop remove prune pull image image/list image/remove
+	for _, c := range strings.Fields(`.help create exec shell cp list inspect start stop pause resume remove prune pull image image/list image/remove
 		image/prune image/import info version capabilities providers daemon daemon/status completion`) {
 		args := append(strings.Split(c, "/"), "--help")
 		if c == ".help" {
@@ -383,6 +383,10 @@ func TestLifecycle(t *testing.T) {
 	d.answer("POST /v0/sandboxes/web/start", 200, `{"id":"bold-fern-0001","state":"running"}`)
 	d.answer("POST /v0/sandboxes/web/stop", 200, `{"id":"bold-fern-0001","state":"stopped"}`)
 	d.refuse("POST /v0/sandboxes/old/stop", 409, shard.CodeSandboxNotRunning, "old is stopped")
+	d.answer("POST /v0/sandboxes/web/pause", 200, `{"id":"bold-fern-0001","state":"paused"}`)
+	d.refuse("POST /v0/sandboxes/plain/pause", 409, shard.CodeUnsupported, "provider runc cannot pause")
+	d.answer("POST /v0/sandboxes/web/resume", 200, `{"id":"bold-fern-0001","state":"running"}`)
+	d.refuse("POST /v0/sandboxes/old/resume", 409, shard.CodeSandboxNotPaused, "old is stopped")
 	d.answer("GET /v0/sandboxes/web", 200, `{"id":"bold-fern-0001"}`)
 	d.refuse("GET /v0/sandboxes/none", 404, shard.CodeNotFound, "there is no sandbox none")
 	d.answer("DELETE /v0/sandboxes/bold-fern-0001", 204, "")
@@ -393,6 +397,8 @@ func TestLifecycle(t *testing.T) {
 	}{
 		{"start web", result{out: "bold-fern-0001\n"}},
 		{"stop old web", result{"bold-fern-0001\n", "shard: old is stopped\n", 1}},
+		{"pause plain web", result{"bold-fern-0001\n", "shard: provider runc cannot pause\n", 1}},
+		{"resume web old web", result{"bold-fern-0001\nbold-fern-0001\n", "shard: old is stopped\n", 1}},
 		{"remove none web", result{"bold-fern-0001\n", "shard: there is no sandbox none\n", 1}},
 		{"rm --force none web bold-fern-0009", result{out: "bold-fern-0001\n"}},
 		{"remove bold-fern-0009", result{"", "shard: there is no sandbox bold-fern-0009\n", 1}},

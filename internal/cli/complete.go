@@ -22,6 +22,8 @@ type completion = func(*cobra.Command, []string, string) ([]string, cobra.ShellC
 
 func running(s *shard.Sandbox) bool { return s.State == shard.StateRunning }
 
+func paused(s *shard.Sandbox) bool { return s.State == shard.StatePaused }
+
 func stopped(s *shard.Sandbox) bool { return s.State == shard.StateStopped }
 
 func live(s *shard.Sandbox) bool { return s.State.Live() }

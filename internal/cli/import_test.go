@@ -152,6 +152,8 @@ func TestCompletion(t *testing.T) {
 	}{
 		{"exec ", []string{"web"}},
 		{"start ", []string{"bold-fern-0002", "bold-fern-0003"}},
+		{"pause ", []string{"web"}},
+		{"resume ", []string{"bold-fern-0005"}},
 		{"remove bold-fern-0002 ", []string{"web", "bold-fern-0003", "bold-fern-0004", "bold-fern-0005"}},
 		{"cp ", []string{"web:"}},
 		{"create ", []string{"alpine:3.20", "reg.io/a:1"}},

@@ -20,7 +20,7 @@ func (a *App) removeCommand() *cobra.Command {
 		Aliases: []string{"rm"},
 		Short:   "Remove sandboxes and their files",
 		Long: `Remove sandboxes and their files. Prints the id of each one that is gone; failures follow at the end, with exit code 1.
-With --force, a running one is stopped first, and one that does not exist is no failure.`,
+With --force, a running or paused one is stopped first, and one that does not exist is no failure.`,
 		Example: `  shard remove --force web`,
 		Args:    arguments(1, -1, "SANDBOX…"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -29,7 +29,7 @@ With --force, a running one is stopped first, and one that does not exist is no 
 		},
 		ValidArgsFunction: a.completeSandboxes(0, anySandbox),
 	}
-	cmd.Flags().BoolVar(&o.force, "force", false, "stop a running sandbox first; ignore one that does not exist")
+	cmd.Flags().BoolVar(&o.force, "force", false, "stop a running or paused sandbox first; ignore one that does not exist")
 	return cmd
 }
 

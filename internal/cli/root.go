@@ -43,7 +43,7 @@ func (a *App) rootCommand() *cobra.Command {
 		title    string
 		commands []*cobra.Command
 	}{
-		{"Sandboxes", []*cobra.Command{a.createCommand(), a.listCommand(), a.inspectCommand(), a.startCommand(), a.stopCommand(), a.removeCommand(), a.pruneCommand()}},
+		{"Sandboxes", []*cobra.Command{a.createCommand(), a.listCommand(), a.inspectCommand(), a.startCommand(), a.stopCommand(), a.pauseCommand(), a.resumeCommand(), a.removeCommand(), a.pruneCommand()}},
 		{"In a sandbox", []*cobra.Command{a.execCommand(), a.shellCommand(), a.cpCommand(), a.watchCommand(), a.runCommand(), a.psCommand(), a.logsCommand(), a.killCommand()}},
 		{"Network and keys", []*cobra.Command{a.portCommand(), a.policyCommand(), a.secretCommand()}},
 		{"Images", []*cobra.Command{a.pullCommand(), a.imageCommand()}},

@@ -6,6 +6,8 @@ import (
 	"fmt"
 
 	"github.com/spf13/cobra"
+
+	"github.com/useshards/shard"
 )
 
 func (a *App) stopCommand() *cobra.Command {
@@ -17,16 +19,16 @@ stopped; failures follow at the end, with exit code 1.`,
 		Example: `  shard stop web db`,
 		Args:    arguments(1, -1, "SANDBOX…"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.stop(cmd.Context(), args)
+			return a.verb(cmd.Context(), args, a.client().Stop)
 		},
 		ValidArgsFunction: a.completeSandboxes(0, live),
 	}
 }
 
-func (a *App) stop(ctx context.Context, refs []string) error {
-	c := a.client()
+// verb does one thing to several sandboxes and prints the id of each.
+func (a *App) verb(ctx context.Context, refs []string, do func(context.Context, string) (*shard.Sandbox, error)) error {
 	return a.each(ctx, refs, func(ref string) (string, error) {
-		sb, err := c.Stop(ctx, ref)
+		sb, err := do(ctx, ref)
 		if err != nil {
 			return "", err
 		}
