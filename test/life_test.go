@@ -100,6 +100,7 @@ func TestVerbsByState(t *testing.T) {
 		if caps.Pause {
 			requests[shard.VerbPause], requests[shard.VerbResume] = [2]string{"POST", "/pause"}, [2]string{"POST", "/resume"}
 		}
+		requests[shard.VerbForce] = [2]string{"DELETE", "?force=true"}
 		if caps.Fork {
 			requests[shard.VerbFork] = [2]string{"POST", "/fork"}
 		}
@@ -117,6 +118,9 @@ func TestVerbsByState(t *testing.T) {
 				})
 				return s.ID
 			},
+		}
+		if caps.Pause {
+			make[shard.StatePaused] = func() string { id := box(t, d, provider); d.Must("pause", id); return id }
 		}
 		for state, makeOne := range make {
 			for _, verb := range shard.Verbs {
@@ -169,6 +173,16 @@ func TestCase105(t *testing.T) {
 		}
 		if s := state(t, d, id); s != shard.StateRunning {
 			t.Errorf("refused verbs left the sandbox %s", s)
+		}
+		if caps.Pause != caps.Resume {
+			t.Errorf("one of pause and resume is announced: %+v", caps)
+		}
+		if caps.Pause {
+			for _, step := range [][2]string{{"pause", string(shard.StatePaused)}, {"resume", string(shard.StateRunning)}} {
+				if s := decode[shard.Sandbox](t, call(t, d, "POST", "/v0/sandboxes/"+id+"/"+step[0], nil), 200); string(s.State) != step[1] {
+					t.Errorf("%s left the sandbox %s", step[0], s.State)
+				}
+			}
 		}
 		if !caps.Swap {
 			a := call(t, d, "POST", "/v0/sandboxes", shard.CreateRequest{Image: image, Provider: provider, Resources: &shard.ResourcesRequest{SwapMiB: p(int64(1))}})

@@ -178,8 +178,8 @@ type record struct {
 	Token []byte `json:"token"`
 	// Handle is the provider's, while a machine runs.
 	Handle []byte `json:"handle,omitempty"`
-	// Intent is what is under way, so that the next daemon finishes or undoes it: start, stop, remove, or the cleanup after a
-	// machine that ended by itself.
+	// Intent is what is under way, so that the next daemon finishes or undoes it: start, stop, remove, pause, resume, or the
+	// cleanup after a machine that is gone.
 	Intent string `json:"intent,omitempty"`
 	// Prepared says that the files have been started once.
 	Prepared bool `json:"prepared,omitempty"`
@@ -189,6 +189,8 @@ type record struct {
 	Runs map[string]processRun `json:"runs,omitempty"`
 	// Launches are the processes that the agent is asked to start, by name. Nobody sees them.
 	Launches map[string]launch `json:"launches,omitempty"`
+	// ResumedAt is when it was last resumed.
+	ResumedAt *time.Time `json:"resumed_at,omitempty"`
 	// StoppedByUser says that a stop, not a death, ended it.
 	StoppedByUser bool `json:"stopped_by_user,omitempty"`
 }

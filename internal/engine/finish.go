@@ -18,6 +18,8 @@ func (e *Engine) finish(ctx context.Context, sb *sandbox) error {
 		return nil
 	case "remove":
 		return e.remove(ctx, sb)
+	case "pause", "resume":
+		return e.settle(ctx, sb)
 	}
 	if err := e.teardown(ctx, sb); err != nil {
 		return err
@@ -28,6 +30,9 @@ func (e *Engine) finish(ctx context.Context, sb *sandbox) error {
 		}
 		r.Intent, r.Handle = "", nil
 	})
+	if sb.record().Sandbox.State != shard.StatePaused {
+		sb.dropCheckpoint()
+	}
 	return nil
 }
 

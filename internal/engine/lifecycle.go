@@ -32,6 +32,11 @@ type live struct {
 	ready   chan struct{}  // closed when session is set
 }
 
+// newLive is a machine that has no session yet.
+func newLive(inst provider.Instance) *live {
+	return &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})}
+}
+
 // spec is what the provider must know.
 func (sb *sandbox) spec(rec *record) provider.Spec {
 	hostname := rec.Sandbox.Name
@@ -60,36 +65,8 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 			sb.learn(func(r *record) { r.Intent = "cleanup" })
 		}
 	}()
-	e.wg.Go(e.Cgroups.Warm)
-	spec := sb.spec(rec)
-	var att netns.Attachment
-	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })
-	undo.push(func(ctx context.Context) error { return e.Net.Detach(ctx, sb.id) })
-	g, prepare := errgroup.WithContext(ctx)
-	g.Go(func() error {
-		if !rec.Prepared {
-			if err := e.Roots.Create(prepare, sb.dir, rec.Sandbox.Resources.DiskMiB); err != nil {
-				return err
-			}
-		}
-		root, err := e.Roots.Mount(prepare, sb.dir, e.Images.LayersDir(), layerNames(img))
-		spec.Root = root
-		if err != nil {
-			return err
-		}
-		return e.plant(rec, root)
-	})
-	g.Go(func() error {
-		var err error
-		att, err = e.Net.Attach(prepare, sb.id)
-		spec.Netns = att.Netns
-		return err
-	})
-	if err := g.Wait(); err != nil {
-		return err
-	}
-	undo.push(func(ctx context.Context) error { return e.unenforce(ctx, sb.id) })
-	if err := e.enforce(ctx, &rec.Sandbox, att.Addr); err != nil {
+	spec, att, err := e.prepare(ctx, sb, rec, img, &undo)
+	if err != nil {
 		return err
 	}
 	undo.push(func(ctx context.Context) error { return p.Destroy(ctx, spec) })
@@ -115,7 +92,8 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	if err != nil {
 		return err
 	}
-	l := &live{inst: inst, session: session, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})}
+	l := newLive(inst)
+	l.session = session
 	close(l.ready)
 	if err := sb.update(func(r *record) {
 		now := time.Now().UTC().Truncate(time.Microsecond)
@@ -131,6 +109,40 @@ func (e *Engine) boot(ctx context.Context, sb *sandbox, p provider.Provider, rec
 	e.enliven(sb, l)
 	e.startProcesses(sb, session)
 	return nil
+}
+
+// prepare makes what a machine of the sandbox needs on the host: its root, its network, the enforcement of its policy. What it
+// makes goes onto undo.
+func (e *Engine) prepare(ctx context.Context, sb *sandbox, rec *record, img *image.Image, undo *undo) (spec provider.Spec, att netns.Attachment, err error) {
+	e.wg.Go(e.Cgroups.Warm)
+	spec = sb.spec(rec)
+	undo.push(func(ctx context.Context) error { return e.Roots.Unmount(ctx, sb.dir) })
+	undo.push(func(ctx context.Context) error { return e.Net.Detach(ctx, sb.id) })
+	g, prepare := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		if !rec.Prepared {
+			if err := e.Roots.Create(prepare, sb.dir, rec.Sandbox.Resources.DiskMiB); err != nil {
+				return err
+			}
+		}
+		root, err := e.Roots.Mount(prepare, sb.dir, e.Images.LayersDir(), layerNames(img))
+		spec.Root = root
+		if err != nil || rec.Sandbox.State == shard.StatePaused { // then what runs has its files, and the certificate among them
+			return err
+		}
+		return e.plant(rec, root)
+	})
+	g.Go(func() error {
+		var err error
+		att, err = e.Net.Attach(prepare, sb.id)
+		spec.Netns = att.Netns
+		return err
+	})
+	if err := g.Wait(); err != nil {
+		return spec, att, err
+	}
+	undo.push(func(ctx context.Context) error { return e.unenforce(ctx, sb.id) })
+	return spec, att, e.enforce(ctx, &rec.Sandbox, att.Addr)
 }
 
 // hosts is the guest's /etc/hosts. localhost is 127.0.0.1 alone, where port forwards arrive: a server that is told to listen on
@@ -242,23 +254,33 @@ func (sb *sandbox) letGo() {
 func (sb *sandbox) unwatch() []*Command {
 	sb.closePorts()
 	sb.mu.Lock()
-	l, commands := sb.live, sb.commands
-	sb.live, sb.commands = nil, nil
+	commands := sb.commands
+	sb.commands = nil
 	sb.mu.Unlock()
+	l := sb.halt()
 	if l == nil {
 		return commands
+	}
+	if l.session != nil {
+		l.session.Close()
+	}
+	_ = l.inst.Close()
+	return commands
+}
+
+// halt takes the machine from its watch: from then on nobody else uses it, or its session. nil when there is none.
+func (sb *sandbox) halt() *live {
+	sb.mu.Lock()
+	l := sb.live
+	sb.live = nil
+	sb.mu.Unlock()
+	if l == nil {
+		return nil
 	}
 	l.expected.Store(true)
 	close(l.stop)
 	<-l.stopped
-	sb.mu.Lock()
-	session := l.session
-	sb.mu.Unlock()
-	if session != nil {
-		session.Close()
-	}
-	_ = l.inst.Close()
-	return commands
+	return l
 }
 
 // ending says whether the machine is gone or on its way out.
@@ -286,7 +308,11 @@ func (sb *sandbox) session(ctx context.Context) (*guest.Session, error) {
 			if err := sb.allows(shard.VerbExec); err != nil {
 				return nil, err
 			}
-			return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
+			what := "ending"
+			if sb.record().Intent == "pause" {
+				what = "being paused"
+			}
+			return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just %s", sb.ref(), what)
 		case session != nil:
 			return session, nil
 		}

@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 
@@ -37,7 +39,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 	}
 	alive := func(id string) bool {
 		rec, ok := records[id]
-		return spared[id] || (ok && rec.up() && rec.Intent == "")
+		return spared[id] || ok && (rec.up() && (rec.Intent == "" || rec.Intent == "pause") || rec.Intent == "resume")
 	}
 	var running []string
 	for id := range records {
@@ -91,7 +93,7 @@ func (e *Engine) reconcile(ctx context.Context) error {
 			return true
 		}
 		sb, ok := e.sandboxes[id]
-		return ok && sb.record().up()
+		return ok && (sb.record().up() || sb.record().Intent == "resume")
 	}
 	e.Roots.Sweep(ctx, func(dir string) bool { return up(filepath.Base(dir)) })
 	if err := e.Cgroups.Sweep(ctx, up); err != nil {
@@ -140,8 +142,19 @@ func (e *Engine) reconcileOne(ctx context.Context, sb *sandbox) error {
 		sb.learn(func(r *record) {
 			r.Sandbox.State, r.Sandbox.FailedReason, r.Intent = shard.StateFailed, "the daemon restarted while it was created", "cleanup"
 		})
-	case rec.Intent == "" && !rec.up():
+	case rec.Intent == "" && rec.Sandbox.State == shard.StatePaused:
+		if _, err := os.Stat(sb.checkpoint()); errors.Is(err, fs.ErrNotExist) {
+			sb.learn(func(r *record) {
+				r.Sandbox.State, r.Sandbox.StoppedReason = shard.StateStopped, "the daemon restarted and found no saved memory"
+				r.processesDown()
+			})
+		}
 		return nil
+	case rec.Intent == "":
+		sb.dropCheckpoint()
+		if !rec.up() {
+			return nil
+		}
 	}
 	if sb.record().Intent != "" {
 		return e.finish(ctx, sb)
@@ -164,7 +177,7 @@ func (e *Engine) takeUp(ctx context.Context, sb *sandbox) error {
 			sb.learn(func(r *record) { r.Sandbox.State = shard.StateRunning })
 		}
 		e.loadCommands(sb)
-		e.enliven(sb, &live{inst: inst, ready: make(chan struct{}), stop: make(chan struct{}), stopped: make(chan struct{})})
+		e.enliven(sb, newLive(inst))
 		return nil
 	}
 	if !errors.Is(err, provider.ErrGone) {

@@ -361,22 +361,39 @@ func (e *Engine) misused(sb *sandbox, m secret.Misuse) {
 	if err != nil || sec.OnMisuse == secret.OnMisuseNone {
 		return
 	}
-	if err := e.punish(sb, m); err != nil {
-		e.Log.Error("stop a sandbox that misused a secret", "sandbox", sb.id, "err", err)
+	if err := e.punish(sb, m, sec.OnMisuse); err != nil {
+		e.Log.Error("halt a sandbox that misused a secret", "sandbox", sb.id, "err", err)
 	}
 }
 
-// punish stops a sandbox that misused a secret: pause is refused where a provider cannot, which is all of them so far.
-func (e *Engine) punish(sb *sandbox, m secret.Misuse) error {
-	unlock, err := sb.lock(e.ctx, shard.VerbStop)
+// punish does to a sandbox what a misuse of the secret is to do. One that cannot be paused is stopped.
+func (e *Engine) punish(sb *sandbox, m secret.Misuse, how string) error {
+	verb := shard.VerbStop
+	if how == secret.OnMisusePause {
+		verb = shard.VerbPause
+	}
+	unlock, err := sb.lock(e.ctx, verb)
 	if err != nil {
 		return nil // it ended meanwhile, or the daemon does
 	}
 	defer unlock()
-	if started := sb.record().Sandbox.StartedAt; started != nil && started.After(m.At) {
-		return nil // that was before somebody started it again
+	rec := sb.record()
+	for _, since := range []*time.Time{rec.Sandbox.StartedAt, rec.ResumedAt} {
+		if since != nil && since.After(m.At) {
+			return nil // that was before somebody let it run again
+		}
 	}
 	ctx := context.WithoutCancel(e.ctx)
+	if verb == shard.VerbPause {
+		p, err := e.pauser(sb)
+		if err == nil {
+			err = e.pause(ctx, sb, p)
+		}
+		if err == nil || sb.allows(shard.VerbStop) != nil {
+			return err
+		}
+		e.Log.Error("pause a sandbox that misused a secret: it is stopped instead", "sandbox", sb.id, "err", err)
+	}
 	if err := e.stop(ctx, sb); err != nil {
 		return err
 	}

@@ -32,11 +32,18 @@ type Provider interface {
 	Destroy(ctx context.Context, spec Spec) error
 }
 
-// Pauser is a provider that can save memory and bring it back.
+// Pauser is a provider that can save a machine, its memory included, and go on with it later.
 type Pauser interface {
-	// Pause saves memory into dir and ends the machine. If it fails the machine runs on, or the error is ErrLost.
-	Pause(ctx context.Context, inst Instance, dir string) error
+	// Pause saves the machine into the empty directory dir and ends it. commit is called when all is on the disk and the
+	// machine stands still; only once it has returned nil is the machine ended. When it or anything before it fails the
+	// machine runs on and dir is empty, else the error is ErrLost.
+	Pause(ctx context.Context, inst Instance, dir string, commit func() error) error
+	// Resume starts the machine that Pause saved into dir, which stays as it is. spec.Root must hold the files as they were.
+	// It is otherwise like Start.
 	Resume(ctx context.Context, spec Spec, dir string) (Instance, error)
+	// Settle finds out what became of a Pause or a Resume whose daemon ended before it did, and returns the handle of the
+	// machine, which runs, or ErrGone. ErrBusy: a runtime program that the daemon left is still at it.
+	Settle(ctx context.Context, spec Spec) (json.RawMessage, error)
 }
 
 // Forker is a provider that can copy memory while the source runs on.
@@ -121,6 +128,12 @@ var ErrGone = errors.New("the machine is gone")
 
 // ErrLost says that a pause failed in a way that also ended the machine.
 var ErrLost = errors.New("the machine was lost while it was saved")
+
+// ErrBusy says that something begun earlier is not over yet.
+var ErrBusy = errors.New("a program that an earlier daemon started is still at work")
+
+// ErrForeign says that a machine was saved by another version of the provider, and cannot go on in this one.
+var ErrForeign = errors.New("the machine was saved by another version of the provider")
 
 // CapabilitiesOf derives the public capabilities from what p implements, so that they cannot lie.
 func CapabilitiesOf(p Provider) shard.Capabilities {

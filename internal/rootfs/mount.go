@@ -380,6 +380,21 @@ func (m *Manager) Unmount(ctx context.Context, sandboxDir string) error {
 	return nil
 }
 
+// Sync writes what the sandbox has written to the disk file, and that to the host's disk.
+func (m *Manager) Sync(sandboxDir string) error {
+	if err := syncDisk(sandboxDir); err != nil {
+		return fmt.Errorf("write the sandbox's files to its disk: %w", err)
+	}
+	f, err := os.Open(filepath.Join(sandboxDir, diskFile))
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		return fmt.Errorf("write the sandbox's disk: %w", err)
+	}
+	return nil
+}
+
 // syncDisk writes what is under way to the disk, and tells of any write that failed since it was mounted.
 func syncDisk(sandboxDir string) error {
 	path := filepath.Join(sandboxDir, diskDir)

@@ -3,6 +3,7 @@ module github.com/useshards/shard/tools/runsc
 go 1.26.6
 
 require (
+	github.com/google/subcommands v1.0.2-0.20190508160503-636abe8753b8
 	github.com/opencontainers/runtime-spec v1.2.1
 	golang.org/x/sys v0.43.0
 	gvisor.dev/gvisor v0.0.0-20260905035102-160fafc42237
@@ -16,7 +17,6 @@ require (
 	github.com/godbus/dbus/v5 v5.1.0 // indirect
 	github.com/gofrs/flock v0.8.0 // indirect
 	github.com/google/btree v1.1.2 // indirect
-	github.com/google/subcommands v1.0.2-0.20190508160503-636abe8753b8 // indirect
 	github.com/moby/sys/capability v0.4.0 // indirect
 	github.com/mohae/deepcopy v0.0.0-20170308212314-bb9b5e7adda9 // indirect
 	github.com/vishvananda/netlink v1.3.1-0.20250303224720-0e7078ed04c8 // indirect

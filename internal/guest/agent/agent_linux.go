@@ -257,10 +257,20 @@ func plain(h handler) func(*request) (guest.Done, error) {
 	return func(r *request) (guest.Done, error) { return guest.Done{}, h(r) }
 }
 
-// quiesce leaves PID 1 with no channel but its first: a checkpoint cannot hold one that came later.
+// quiesce leaves PID 1 with no channel but its first: a checkpoint cannot hold one that came later. Commands stop until they
+// are resumed, so that those which end with this session do nothing any more when the sandbox goes on.
 func (a *agent) quiesce(r *request) error {
 	c := r.s.c
 	a.quiet.Store(true)
+	a.starting.Lock()
+	a.mu.Lock()
+	for _, cmd := range a.commands {
+		if cmd != nil && a.reaper.signal(cmd, unix.SIGSTOP) {
+			cmd.held = true
+		}
+	}
+	a.mu.Unlock()
+	a.starting.Unlock()
 	if !c.birth {
 		r.after = func() { c.f.SetReadDeadline(time.Unix(1, 0)) } // its goroutine closes it
 	}

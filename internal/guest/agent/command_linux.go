@@ -29,6 +29,7 @@ type command struct {
 	out   *output
 	// over takes the exit of a process's run; nil for an exec. What is left of a run's process group ends with it.
 	over chan guest.Exit
+	held bool // stopped by quiesce; guarded by agent.mu
 }
 
 // ended is called once by the reaper.
@@ -116,7 +117,7 @@ func (a *agent) find(id string) (*command, error) {
 	return nil, shard.Errorf(shard.CodeNotFound, "shard-init holds no command %s", shard.Quote(id))
 }
 
-// resume attaches the stream to a command that an earlier session started.
+// resume attaches the stream to a command that an earlier session started, and lets it go on if that quiesced.
 func (a *agent) resume(r *request) (guest.Done, error) {
 	var args guest.ResumeArgs
 	if err := r.Args(&args); err != nil {
@@ -125,6 +126,13 @@ func (a *agent) resume(r *request) (guest.Done, error) {
 	c, err := a.find(args.ID)
 	if err != nil {
 		return guest.Done{}, err
+	}
+	a.mu.Lock()
+	held := c.held
+	c.held = false
+	a.mu.Unlock()
+	if held {
+		a.reaper.signal(c, unix.SIGCONT)
 	}
 	return c.serve(r, args.Offset, args.Tail)
 }

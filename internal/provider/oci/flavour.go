@@ -44,6 +44,8 @@ type flavour struct {
 	helpers func(*Instance) ([]process, error)
 	// loopback: guests use the host's network stack.
 	loopback bool
+	// pauses: the runtime can save machines.
+	pauses bool
 	// refuses says why a runtime that describes itself so cannot be used, or "".
 	refuses func(version) string
 	// install says what to do when the runtime is missing.
@@ -71,6 +73,7 @@ var flavours = map[string]flavour{
 		dial:         attach,
 		helpers:      gofer,
 		minMemoryMiB: 64,
+		pauses:       true,
 		refuses:      func(version) string { return "" },
 		install:      "install shard-runsc beside shard (make shard-runsc builds it)",
 	},
@@ -194,22 +197,30 @@ func socketpair() (*net.UnixConn, *os.File, error) {
 
 // gofer finds the process that serves the sentry's files.
 func gofer(i *Instance) ([]process, error) {
-	b, err := os.ReadFile(filepath.Join(i.p.stateDir(i.spec), runtimeID+"_sandbox:"+runtimeID+".state"))
-	if err != nil {
-		return nil, fmt.Errorf("read the runtime's state: %w", err)
-	}
-	var state struct {
-		GoferPID int `json:"goferPid"`
-	}
-	if err := json.Unmarshal(b, &state); err != nil {
-		return nil, fmt.Errorf("read the runtime's state: %w", err)
-	}
-	if state.GoferPID == 0 {
-		return nil, nil
+	state, err := i.p.state(i.spec)
+	if err != nil || state.GoferPID == 0 {
+		return nil, err
 	}
 	p, err := identify(state.GoferPID)
 	if err != nil {
 		return nil, fmt.Errorf("the gofer: %w", err)
 	}
 	return []process{p}, nil
+}
+
+// gvisorState is what shard-runsc notes of a machine.
+type gvisorState struct {
+	GoferPID int    `json:"goferPid"`
+	Status   string `json:"status"`
+}
+
+func (p *OCI) state(spec provider.Spec) (state gvisorState, err error) {
+	b, err := os.ReadFile(filepath.Join(p.stateDir(spec), runtimeID+"_sandbox:"+runtimeID+".state"))
+	if err == nil {
+		err = json.Unmarshal(b, &state)
+	}
+	if err != nil {
+		return state, fmt.Errorf("read the runtime's state: %w", err)
+	}
+	return state, nil
 }

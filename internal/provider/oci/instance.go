@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/useshards/shard/internal/cgroup"
 	"github.com/useshards/shard/internal/provider"
@@ -36,7 +37,8 @@ type Instance struct {
 	group  *cgroup.Group
 	handle handle
 
-	first atomic.Pointer[net.UnixConn] // the channel that Start made, until Dial takes it
+	first    atomic.Pointer[net.UnixConn] // the channel that Start made, until Dial takes it
+	inherits []*os.File                   // what the runtime program is given beside the channel
 
 	pidfds  []*os.File
 	oom     *cgroup.OOMWatch
@@ -124,8 +126,12 @@ func (i *Instance) Close() error {
 }
 
 // start boots the machine in its new control group. The caller undoes.
-func (i *Instance) start(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+func (i *Instance) start(ctx context.Context) error { return i.launch(ctx, patience, "run") }
+
+// launch has the runtime make the machine in its new control group, by the command verb with these arguments, within the time.
+// The caller undoes.
+func (i *Instance) launch(ctx context.Context, most time.Duration, verb string, more ...string) error {
+	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	p, spec := i.p, i.spec
 	oci, err := bundle(p.flavour, spec, p.opt.Init, i.group.OCIPath())
@@ -150,10 +156,11 @@ func (i *Instance) start(ctx context.Context) error {
 	}
 	defer func() { _ = stdin.Close() }()
 
-	cmd := p.command(ctx, spec, "run", "--detach", "--bundle", dir, "--pid-file", filepath.Join(dir, pidName), runtimeID)
+	args := append([]string{verb, "--detach", "--bundle", dir, "--pid-file", filepath.Join(dir, pidName)}, more...)
+	cmd := p.command(ctx, spec, append(args, runtimeID)...)
 	// PID 1 inherits these. Its output goes nowhere: a pipe would tie it to this process, and a guest can write to a file
 	// without end.
-	cmd.Stdin = stdin
+	cmd.Stdin, cmd.ExtraFiles = stdin, i.inherits
 	// Inside the group from its first instruction: so Destroy also ends a start that a killed daemon left half done.
 	if err := i.group.Start(cmd); err != nil {
 		return fmt.Errorf("run the runtime: %w", err)

@@ -69,7 +69,7 @@ type Options struct {
 	Log *slog.Logger
 }
 
-// OCI is a provider.Provider.
+// OCI is a provider.Provider, and what all flavours have in common.
 type OCI struct {
 	flavour flavour
 	opt     Options
@@ -78,8 +78,8 @@ type OCI struct {
 
 var idPattern = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
 
-// New makes the provider of a flavour: Runc or GVisor.
-func New(name string, o Options) (*OCI, error) {
+// New makes the provider of a flavour: Runc or GVisor. It is a provider.Pauser if the runtime can save machines.
+func New(name string, o Options) (provider.Provider, error) {
 	f, ok := flavours[name]
 	if !ok {
 		return nil, fmt.Errorf("there is no OCI provider %q", name)
@@ -95,7 +95,15 @@ func New(name string, o Options) (*OCI, error) {
 		return nil, fmt.Errorf("make the runtime directory: %w", err)
 	}
 	o.clearTrials()
-	return &OCI{flavour: f, opt: o}, nil
+	return (&OCI{flavour: f, opt: o}).whole(), nil
+}
+
+// whole is the provider with what only its flavour can do.
+func (p *OCI) whole() provider.Provider {
+	if p.flavour.pauses {
+		return pauser{p}
+	}
+	return p
 }
 
 // Name implements provider.Provider.
@@ -108,7 +116,12 @@ func (p *OCI) MinMemoryMiB() int64 { return p.flavour.minMemoryMiB }
 func (p *OCI) SharesLoopback() bool { return p.flavour.loopback }
 
 // Start implements provider.Provider.
-func (p *OCI) Start(ctx context.Context, spec provider.Spec) (_ provider.Instance, err error) {
+func (p *OCI) Start(ctx context.Context, spec provider.Spec) (provider.Instance, error) {
+	return p.make(ctx, spec, func(i *Instance) error { return i.start(ctx) })
+}
+
+// make makes a machine by start, in a control group of its own. On failure nothing is left.
+func (p *OCI) make(ctx context.Context, spec provider.Spec, start func(*Instance) error) (_ provider.Instance, err error) {
 	if err := p.check(spec); err != nil {
 		return nil, err
 	}
@@ -124,7 +137,7 @@ func (p *OCI) Start(ctx context.Context, spec provider.Spec) (_ provider.Instanc
 			err = errors.Join(err, i.Close(), p.Destroy(ctx, spec))
 		}
 	}()
-	if err := i.start(ctx); err != nil {
+	if err := start(i); err != nil {
 		return nil, fmt.Errorf("start %s: %w", p.flavour.name, err)
 	}
 	return i, nil

@@ -71,7 +71,10 @@ func open(t testing.TB, name string) *OCI {
 	if report := p.Probe(t.Context()); !report.Available {
 		t.Skip(report.Reason)
 	}
-	return p
+	if pausing, ok := p.(pauser); ok {
+		return pausing.OCI
+	}
+	return p.(*OCI)
 }
 
 func eachFlavour(t *testing.T, test func(t *testing.T, p *OCI)) {
@@ -215,7 +218,7 @@ func TestConformance(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			providertest.Run(t, func(t *testing.T) (provider.Provider, *providertest.Env) {
 				p := open(t, name)
-				return p, environment(p)
+				return p.whole(), environment(p)
 			})
 		})
 	}

@@ -69,6 +69,7 @@ func Run(t *testing.T, factory Factory) {
 		{"Refusals", refusals},
 		{"Neighbours", neighbours},
 		{"Recover", recovers},
+		{"Pause", pauses},
 		{"Memory", memory},
 		{"Processes", processes},
 		{"Size", size},

@@ -1,0 +1,313 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/guest"
+	"github.com/useshards/shard/internal/image"
+	"github.com/useshards/shard/internal/provider"
+)
+
+// A pause is begun when its intent is stored and done when the record says paused, which is stored while the saved machine
+// stands still; until then the machine goes on whatever fails. A resume is the other way round: its machine runs before the
+// record says so, and the next daemon takes up what it finds.
+
+const (
+	// quiesceTime bounds the agent's preparation of a pause.
+	quiesceTime = 20 * time.Second
+	// resumeTime bounds a resume, most of which is reading memory from the disk.
+	resumeTime = 10 * time.Minute
+)
+
+// checkpoint is where the memory of a paused sandbox lies.
+func (sb *sandbox) checkpoint() string { return filepath.Join(sb.dir, "checkpoint") }
+
+// dropCheckpoint removes a checkpoint that nobody can resume from any more.
+func (sb *sandbox) dropCheckpoint() {
+	if err := os.RemoveAll(sb.checkpoint()); err != nil {
+		sb.e.Log.Warn("remove the saved memory of a sandbox", "sandbox", sb.id, "err", err)
+	}
+}
+
+// pauser is the sandbox's provider, if it can pause.
+func (e *Engine) pauser(sb *sandbox) (provider.Pauser, error) {
+	p, err := e.providerNamed(sb.record().Sandbox.Provider)
+	if err != nil {
+		return nil, err
+	}
+	pauser, can := p.(provider.Pauser)
+	if !can {
+		return nil, shard.Errorf(shard.CodeUnsupported, "provider %s of sandbox %q cannot save memory: pause and resume need another provider, such as gvisor",
+			p.Name(), sb.ref())
+	}
+	return pauser, nil
+}
+
+// Pause saves memory and files of a running sandbox to the disk and ends its machine; commands in it end, named processes
+// and what they started go on when it is resumed. A pause that fails leaves it running.
+func (e *Engine) Pause(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	sb, err := e.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	p, err := e.pauser(sb)
+	if err != nil {
+		return nil, err
+	}
+	unlock, err := sb.lock(ctx, shard.VerbPause)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if err := e.pause(context.WithoutCancel(ctx), sb, p); err != nil {
+		return nil, err
+	}
+	s := sb.record().Sandbox
+	return &s, nil
+}
+
+// pause does the work of Pause. The caller holds the verb lock.
+func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) error {
+	if err := e.finish(ctx, sb); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "what was begun on sandbox %q before is not over: try again", sb.ref())
+	}
+	if err := sb.allows(shard.VerbPause); err != nil { // that may have been its end
+		return err
+	}
+	sb.dropCheckpoint()
+	if err := os.Mkdir(sb.checkpoint(), 0o700); err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused: is the host's disk full?", sb.ref())
+	}
+	if err := sb.update(func(r *record) { r.Intent = "pause" }); err != nil {
+		sb.dropCheckpoint()
+		return err
+	}
+	sb.closePorts()
+	l := sb.halt()
+	var err error
+	if l == nil {
+		err = shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
+	} else if err = sb.quiesce(ctx, l); err == nil {
+		err = p.Pause(ctx, l.inst, sb.checkpoint(), func() error {
+			if err := e.Roots.Sync(sb.dir); err != nil {
+				return err
+			}
+			return sb.update(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StatePaused, nil, "cleanup" })
+		})
+	}
+	if err != nil {
+		return e.notPaused(ctx, sb, l, err)
+	}
+	e.endLive(sb, "the sandbox was paused")
+	_ = l.inst.Close()
+	ctx, cancel := context.WithTimeout(ctx, teardownTime)
+	defer cancel()
+	if err := e.finish(ctx, sb); err != nil {
+		e.Log.Error("clean up behind a paused sandbox: it is tried again", "sandbox", sb.id, "err", err)
+	}
+	return nil
+}
+
+// quiesce prepares a machine that has no watch for its pause, and ends its session.
+func (sb *sandbox) quiesce(ctx context.Context, l *live) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, quiesceTime)
+	defer cancel()
+	session := l.session
+	if session == nil {
+		if session, err = connect(ctx, l.inst, sb.record()); err != nil {
+			return shard.Wrap(shard.CodeTimeout, err, "sandbox %q could not be paused: its agent does not answer", sb.ref())
+		}
+	}
+	err = session.Quiesce(ctx)
+	_ = session.Close()
+	if err != nil {
+		return shard.Wrap(shard.CodeTimeout, err, "sandbox %q could not be paused: its agent does not answer", sb.ref())
+	}
+	return nil
+}
+
+// notPaused goes on with a machine that could not be paused, or stores that it is lost, and says why.
+func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error) error {
+	if l == nil {
+		sb.learn(func(r *record) { r.Intent = "" })
+		sb.dropCheckpoint()
+		return err
+	}
+	gone := false
+	select {
+	case <-l.inst.Done():
+		gone = true
+	default:
+	}
+	if !gone {
+		sb.learn(func(r *record) { r.Intent = "" })
+		sb.dropCheckpoint()
+		e.enliven(sb, newLive(l.inst))
+		switch {
+		case errors.Is(err, syscall.ENOSPC):
+			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room on the host's disk for its memory", sb.ref())
+		case shard.CodeOf(err) != shard.CodeInternal:
+			return err
+		}
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: the daemon's log says why", sb.ref())
+	}
+	e.Log.Error("a sandbox was lost while it was paused", "sandbox", sb.id, "detail", l.inst.Exit().Detail, "err", err)
+	ctx, cancel := context.WithTimeout(ctx, teardownTime)
+	defer cancel()
+	sb.learn(func(r *record) {
+		r.Sandbox.State, r.Sandbox.FailedReason, r.Handle, r.Intent = shard.StateFailed, "it ended while it was being paused, and its memory is lost", nil, "cleanup"
+		r.processesDown()
+	})
+	e.ports.free(sb.id)
+	e.endLive(sb, "the sandbox was lost")
+	_ = l.inst.Close()
+	if err := e.finish(ctx, sb); err != nil {
+		e.Log.Error("clean up after a sandbox that was lost: it is tried again", "sandbox", sb.id, "err", err)
+	}
+	return shard.Wrap(shard.CodeInternal, err, "sandbox %q ended while it was being paused: its memory is lost", sb.ref())
+}
+
+// Resume lets a paused sandbox go on where it stood, with its address and its processes.
+func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	sb, err := e.find(ref)
+	if err != nil {
+		return nil, err
+	}
+	p, err := e.pauser(sb)
+	if err != nil {
+		return nil, err
+	}
+	unlock, err := sb.lock(ctx, shard.VerbResume)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	ctx = context.WithoutCancel(ctx)
+	if err := e.finish(ctx, sb); err != nil {
+		return nil, shard.Wrap(shard.CodeInternal, err, "what was begun on sandbox %q before is not over: try again", sb.ref())
+	}
+	if err := sb.allows(shard.VerbResume); err != nil { // that may have been its resume
+		return nil, err
+	}
+	rec := *sb.record()
+	if _, err := e.provider(ctx, rec.Sandbox.Provider); err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(sb.checkpoint()); err != nil {
+		return nil, shard.Wrap(shard.CodeNoCheckpoint, err, "the saved memory of sandbox %q is missing: stop it, and start it with its files", sb.ref())
+	}
+	img, release, err := e.Images.Acquire(rec.Sandbox.Digest)
+	if err != nil {
+		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
+	}
+	defer release()
+	err = e.resume(ctx, sb, p, &rec, img)
+	if errors.Is(err, syscall.ENOSPC) && e.spendReserve() {
+		e.Log.Warn("the host's disk is full: what was kept in reserve is used for a resume", "sandbox", sb.id)
+		err = e.resume(ctx, sb, p, &rec, img)
+	}
+	if err != nil {
+		return nil, err
+	}
+	s := sb.record().Sandbox
+	return &s, nil
+}
+
+// resume does the work of Resume. The caller holds the verb lock. On failure the sandbox is paused as before.
+func (e *Engine) resume(ctx context.Context, sb *sandbox, p provider.Pauser, rec *record, img *image.Image) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, resumeTime)
+	defer cancel()
+	if err := sb.update(func(r *record) { r.Intent = "resume" }); err != nil {
+		return err
+	}
+	var undo undo
+	defer func() {
+		if err == nil {
+			return
+		}
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = shard.Wrap(shard.CodeTimeout, err, "sandbox %q did not resume within %d minutes", sb.ref(), resumeTime/time.Minute)
+		}
+		next := ""
+		if undoErr := undo.run(ctx); undoErr != nil {
+			e.Log.Error("undo of a failed resume: it is tried again", "sandbox", sb.id, "err", undoErr)
+			next = "cleanup"
+		}
+		sb.learn(func(r *record) { r.Intent = next })
+	}()
+	spec, _, err := e.prepare(ctx, sb, rec, img, &undo)
+	if err != nil {
+		return err
+	}
+	undo.push(func(ctx context.Context) error { return p.(provider.Provider).Destroy(ctx, spec) })
+	inst, err := p.Resume(ctx, spec, sb.checkpoint())
+	if errors.Is(err, provider.ErrForeign) {
+		return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was paused by another version of its provider, and its memory cannot be used any more: "+
+			"stop it, and start it with its files", sb.ref())
+	}
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the daemon's log says why", sb.ref())
+	}
+	undo.push(func(context.Context) error { return inst.Close() })
+	greet, done := context.WithTimeout(ctx, startTime)
+	session, err := connect(greet, inst, rec)
+	done()
+	if err != nil {
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: its agent did not answer", sb.ref())
+	}
+	undo.push(func(context.Context) error { return session.Close() })
+	if err := sb.update(func(r *record) {
+		now := time.Now().UTC().Truncate(time.Microsecond)
+		r.Sandbox.State, r.Handle, r.Intent, r.ResumedAt = shard.StateRunning, inst.Handle(), "", &now
+	}); err != nil {
+		return err
+	}
+	e.goOn(sb, newLive(inst), session)
+	sb.dropCheckpoint()
+	return nil
+}
+
+// goOn takes a machine up that went on where it was paused, with its session.
+func (e *Engine) goOn(sb *sandbox, l *live, session *guest.Session) {
+	sb.mu.Lock()
+	sb.live = l // who wants a session waits for it
+	sb.mu.Unlock()
+	e.resumeProcesses(sb, session)
+	e.resumeCommands(sb, session) // ends those that the pause ended
+	sb.mu.Lock()
+	l.session = session
+	close(l.ready)
+	sb.mu.Unlock()
+	e.enliven(sb, l)
+}
+
+// settle finds out what became of a pause or a resume that an earlier daemon did not finish. The caller holds the verb lock, or
+// is the only one there is. When it fails the intent stays, and the next tick tries again.
+func (e *Engine) settle(ctx context.Context, sb *sandbox) error {
+	rec := sb.record()
+	p, err := e.pauser(sb)
+	if err != nil {
+		return err
+	}
+	handle, err := p.Settle(ctx, sb.spec(rec))
+	switch {
+	case err == nil:
+		sb.learn(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, handle, "" })
+	case !errors.Is(err, provider.ErrGone):
+		return fmt.Errorf("settle the %s: %w", rec.Intent, err)
+	case rec.Intent == "resume": // and it stays paused
+		sb.learn(func(r *record) { r.Intent = "cleanup" })
+		return e.finish(ctx, sb)
+	default: // the host went down, or it died: taking it up says which
+		sb.learn(func(r *record) { r.Intent = "" })
+	}
+	sb.dropCheckpoint()
+	return e.takeUp(ctx, sb)
+}

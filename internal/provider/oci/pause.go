@@ -1,0 +1,218 @@
+//go:build linux
+
+package oci
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard/internal/provider"
+)
+
+const (
+	// saveTime bounds a pause: memory goes to the disk at the disk's speed. So does it come back.
+	saveTime = 10 * time.Minute
+	// busyName is a file in Spec.Dir that is locked while a pause or a resume is under way: by this program, and by the
+	// runtime program at work, which outlives it.
+	busyName = "busy"
+	// versionName is a file beside what a pause saved: the version of the runtime that did.
+	versionName = "version"
+)
+
+// pauser is an OCI whose runtime can save machines. It implements provider.Pauser.
+type pauser struct{ *OCI }
+
+var _ provider.Pauser = pauser{}
+
+// Pause implements provider.Pauser. The runtime stops the guest, saves it and leaves it stopped; the end is ours.
+func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, commit func() error) (err error) {
+	i, ok := inst.(*Instance)
+	if !ok {
+		return fmt.Errorf("%T is no machine of this provider", inst)
+	}
+	busy, err := p.lock(i.spec)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = busy.Close() }()
+	ctx, cancel := context.WithTimeout(ctx, saveTime)
+	defer cancel()
+	defer func() {
+		if err == nil {
+			return
+		}
+		err = fmt.Errorf("pause %s: %w", i.spec.ID, errors.Join(err, clearDir(dir)))
+		if lost := p.unpause(context.WithoutCancel(ctx), i.spec); lost != nil {
+			err = errors.Join(err, lost)
+		}
+		select {
+		case <-i.done:
+			err = fmt.Errorf("%w: %w", provider.ErrLost, err)
+		default:
+		}
+	}()
+	if err := p.writeVersion(ctx, dir); err != nil {
+		return err
+	}
+	cmd := p.command(ctx, i.spec, "save", "--image-path", dir, runtimeID)
+	cmd.ExtraFiles = []*os.File{busy}
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			err = ctx.Err()
+		}
+		return fmt.Errorf("the runtime failed: %w: %s", err, complaint(i.spec))
+	}
+	if err := syncDir(dir); err != nil {
+		return err
+	}
+	if err := commit(); err != nil {
+		return err
+	}
+	i.ending.CompareAndSwap(nil, new("paused"))
+	if err := i.Kill(context.WithoutCancel(ctx)); err != nil {
+		p.opt.Log.Error("end a machine that was paused", "sandbox", i.spec.ID, "err", err) // Destroy follows
+	}
+	return nil
+}
+
+// Resume implements provider.Pauser.
+func (p pauser) Resume(ctx context.Context, spec provider.Spec, dir string) (provider.Instance, error) {
+	busy, err := p.lock(spec)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = busy.Close() }()
+	inst, err := p.make(ctx, spec, func(i *Instance) error {
+		i.inherits = []*os.File{busy}
+		return i.launch(ctx, saveTime, "restore", "--image-path", dir)
+	})
+	if err != nil && ctx.Err() == nil && p.foreign(ctx, dir) {
+		err = fmt.Errorf("%w: %w", provider.ErrForeign, err)
+	}
+	return inst, err
+}
+
+// Settle implements provider.Pauser.
+func (p pauser) Settle(ctx context.Context, spec provider.Spec) (json.RawMessage, error) {
+	busy, err := p.lock(spec)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = busy.Close() }()
+	i := &Instance{p: p.OCI, spec: spec}
+	if i.group, err = p.opt.Cgroups.Open(spec.ID); errors.Is(err, fs.ErrNotExist) {
+		return nil, provider.ErrGone
+	} else if err != nil {
+		return nil, err
+	}
+	if err := i.find(filepath.Join(spec.Dir, bundleName)); err != nil {
+		return nil, fmt.Errorf("%w: %w", provider.ErrGone, err)
+	}
+	if err := p.unpause(ctx, spec); err != nil {
+		return nil, err
+	}
+	return i.Handle(), nil
+}
+
+// lock takes the busy file of a machine, or says ErrBusy.
+func (p pauser) lock(spec provider.Spec) (*os.File, error) {
+	if err := p.check(spec); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(filepath.Join(spec.Dir, busyName), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("lock %s: %w", spec.ID, err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, provider.ErrBusy
+		}
+		return nil, fmt.Errorf("lock %s: %w", spec.ID, err)
+	}
+	return f, nil
+}
+
+// unpause lets a machine go on that a runtime program has stopped, and does nothing for one that runs, or is gone. The caller
+// holds the lock.
+func (p pauser) unpause(ctx context.Context, spec provider.Spec) error {
+	state, err := p.state(spec)
+	if err != nil || state.Status != "paused" {
+		return nil // nothing is known to be paused: a machine that is gone is found out by others
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	if err := p.command(ctx, spec, "resume", runtimeID).Run(); err != nil {
+		return fmt.Errorf("let the machine go on: %w: %s", err, complaint(spec))
+	}
+	return nil
+}
+
+func (p pauser) writeVersion(ctx context.Context, dir string) error {
+	v := version{}
+	if last := p.probed.Load(); last != nil {
+		v.number = last.report.Version
+	} else {
+		var err error
+		if v, err = p.version(ctx); err != nil {
+			return err
+		}
+	}
+	if err := os.WriteFile(filepath.Join(dir, versionName), []byte(v.number), 0o600); err != nil {
+		return fmt.Errorf("write the runtime's version: %w", err)
+	}
+	return nil
+}
+
+// foreign says that another version of the runtime filled dir.
+func (p pauser) foreign(ctx context.Context, dir string) bool {
+	saved, err := os.ReadFile(filepath.Join(dir, versionName))
+	if err != nil {
+		return false
+	}
+	now, err := p.version(ctx)
+	return err == nil && strings.TrimSpace(string(saved)) != now.number
+}
+
+// clearDir empties a directory of what was not wholly saved. A machine that could not write may hold its files open: the room
+// that they take is free all the same.
+func clearDir(dir string) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		name := filepath.Join(dir, e.Name())
+		err = errors.Join(err, os.Truncate(name, 0), os.Remove(name))
+	}
+	return err
+}
+
+// syncDir writes the files of a directory, and their names, to the disk.
+func syncDir(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	names := []string{dir, filepath.Dir(dir)}
+	for _, e := range entries {
+		names = append([]string{filepath.Join(dir, e.Name())}, names...)
+	}
+	for _, name := range names {
+		f, err := os.Open(name)
+		if err != nil {
+			return err
+		}
+		err = errors.Join(f.Sync(), f.Close())
+		if err != nil {
+			return fmt.Errorf("write what was saved to the disk: %w", err)
+		}
+	}
+	return nil
+}
