@@ -22,7 +22,6 @@ type runtimeFloor struct {
 	flags   []string
 	root    string
 	bundle  string
-	serial  int
 	holder  string // a container that stays, for exec
 }
 
@@ -85,8 +84,8 @@ func (f *runtimeFloor) run() (float64, error) {
 }
 
 func (f *runtimeFloor) id() string {
-	f.serial++
-	return fmt.Sprintf("floor-%06d", f.serial)
+	f.b.bare++
+	return fmt.Sprintf("floor-%06d", f.b.bare)
 }
 
 // up runs a container in the foreground until it is ready; end ends it.

@@ -5,6 +5,7 @@
 //
 //	make bench                               everything
 //	make bench BENCH='-n 5 -provider runc'   less of it
+//	make bench BENCH=pause                   pause and resume, also of a machine with 256 MiB in use
 //	make bench BENCH=sdk                     what the SDKs add to the raw API, and move
 //	make bench BENCH=egress                  what the proxy and the resolver add, and how fast rules change
 //	make bench BENCH=secrets                 what a secret costs at the proxy
@@ -49,8 +50,8 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	o := options{n: *n, out: *out, only: *only, density: *density, records: *records, bin: *bin, part: flag.Arg(0)}
-	if flag.NArg() > 1 || !slices.Contains([]string{"", "sdk", "secrets", "egress"}, o.part) {
-		fmt.Fprintf(os.Stderr, "bench: %s is none of its parts: sdk, secrets, egress, or none for all but sdk\n", flag.Args())
+	if flag.NArg() > 1 || !slices.Contains([]string{"", "pause", "sdk", "secrets", "egress"}, o.part) {
+		fmt.Fprintf(os.Stderr, "bench: %s is none of its parts: pause, sdk, secrets, egress, or none for all but sdk\n", flag.Args())
 		os.Exit(2)
 	}
 	if err := run(ctx, o); err != nil {
@@ -74,6 +75,7 @@ type bench struct {
 	bin    string
 	client *client.Client
 	daemon *exec.Cmd
+	bare   int // containers of bare runtimes so far
 	report report
 }
 
@@ -102,7 +104,7 @@ func run(ctx context.Context, o options) (err error) {
 	}
 	b.report.host()
 	for _, p := range providers {
-		if o.part != "" && o.part != "sdk" || o.only != "" && p.Name != o.only {
+		if o.part != "" && o.part != "sdk" && o.part != "pause" || o.only != "" && p.Name != o.only {
 			continue
 		}
 		if !p.Available {
@@ -110,8 +112,11 @@ func run(ctx context.Context, o options) (err error) {
 			continue
 		}
 		measure := b.provider
-		if o.part == "sdk" {
+		switch o.part {
+		case "sdk":
 			measure = b.sdk
+		case "pause":
+			measure = b.pauses
 		}
 		if err := measure(p.Name); err != nil {
 			return fmt.Errorf("%s: %w", p.Name, err)

@@ -22,7 +22,7 @@ var targets = map[string]map[string]float64{
 	"runc": {"create": 45, "first output": 50, "exec API": 2, "exec CLI": 10, "stop": 30, "start": 45, "remove": 30,
 		"output": 800, "put": 400, "get": 400, "forward": 1000, "memory": 1},
 	"gvisor": {"create": 140, "first output": 150, "exec API": 8, "exec CLI": 16, "stop": 30, "start": 140, "remove": 30,
-		"output": 400, "put": 150, "get": 150, "forward": 200, "memory": 15},
+		"output": 400, "put": 150, "get": 150, "forward": 200, "memory": 15, "pause, idle": 110, "resume, idle": 170},
 }
 
 // provider measures every verb with one provider.
@@ -153,6 +153,9 @@ func (b *bench) provider(p string) error {
 		return err
 	}
 	if err := b.remove(id); err != nil {
+		return err
+	}
+	if err := b.pauses(p); err != nil {
 		return err
 	}
 	if err := b.parallel(p); err != nil {
