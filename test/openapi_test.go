@@ -137,6 +137,7 @@ func TestOpenAPI(t *testing.T) {
 			"/v0/images", "/v0/images?limit=x", "/v0/policies", "/v0/sandboxes?all=true&limit=1", "/v0/sandboxes/nobody", "/v0/sandboxes?cursor=%21"} {
 			ask("GET", path, nil)
 		}
+		caps := decode[shard.Capabilities](t, ask("GET", "/v0/capabilities?provider="+provider, nil), 200)
 		ask("PUT", "/v0/policies/web-"+provider, shard.PutPolicyRequest{Rules: []shard.PolicyRule{{Action: "allow", Rule: "1.1.1.1 tcp:443"}}})
 		ask("GET", "/v0/policies/web-"+provider, nil)
 		ask("DELETE", "/v0/policies/web-"+provider, nil)
@@ -153,7 +154,7 @@ func TestOpenAPI(t *testing.T) {
 		at := "/v0/sandboxes/" + id
 		ask("POST", "/v0/sandboxes", shard.CreateRequest{Image: image, Name: "box-" + provider})
 		ask("GET", at+"?wait=true", nil)
-		for _, verb := range []string{"start", "pause", "resume", "fork"} {
+		for _, verb := range []string{"start", "pause", "pause", "resume", "resume", "fork"} {
 			ask("POST", at+"/"+verb, shard.Empty{})
 		}
 		x := decode[shard.Exec](t, ask("POST", at+"/exec", shard.ExecRequest{Command: []string{"sh", "-c", "read a; : " + secret}, Stdin: true}), 201)
@@ -222,7 +223,10 @@ func TestOpenAPI(t *testing.T) {
 
 		for i := range shard.Routes {
 			name := shard.Routes[i].Name()
-			// No provider of this version has the first three; the others are tested where there is something to attach, pull or watch.
+			if pauses := strings.HasSuffix(name, "/pause") || strings.HasSuffix(name, "/resume"); pauses && succeeded[name] != caps.Pause {
+				t.Errorf("%s succeeded: %t, and the provider can pause: %t", name, succeeded[name], caps.Pause)
+			}
+			// No provider of this version can fork; the others are tested where there is something to attach, pull or watch.
 			if !succeeded[name] && !regexp.MustCompile(`/(pause|resume|fork|watch|import|pull|policy|links/\{guest_port\}|dial/\{guest_port\}|images/\{ref\.\.\.\})$`).MatchString(name) {
 				t.Errorf("%s never succeeded", name)
 			}

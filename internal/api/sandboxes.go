@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"strings"
@@ -136,34 +137,28 @@ func (a *API) remove(c *call) error {
 	return c.noContent()
 }
 
-func (a *API) start(c *call) error {
+func (a *API) start(c *call) error  { return c.verb(a.Engine.Start) }
+func (a *API) stop(c *call) error   { return c.verb(a.Engine.Stop) }
+func (a *API) pause(c *call) error  { return c.verb(a.Engine.Pause) }
+func (a *API) resume(c *call) error { return c.verb(a.Engine.Resume) }
+
+// verb does one thing to the sandbox, without more to say about it.
+func (c *call) verb(do func(context.Context, string) (*shard.Sandbox, error)) error {
 	if err := c.empty(); err != nil {
 		return err
 	}
-	sb, err := a.Engine.Start(c.r.Context(), c.param("id"))
+	sb, err := do(c.r.Context(), c.param("id"))
 	if err != nil {
 		return err
 	}
 	return c.json(200, sb)
 }
 
-func (a *API) stop(c *call) error {
-	if err := c.empty(); err != nil {
-		return err
-	}
-	sb, err := a.Engine.Stop(c.r.Context(), c.param("id"))
-	if err != nil {
-		return err
-	}
-	return c.json(200, sb)
-}
-
-// unsupported answers the verbs that no provider of this version has.
-func (a *API) unsupported(c *call) error {
+// fork is what no provider of this version can.
+func (a *API) fork(c *call) error {
 	sb, err := a.Engine.Inspect(c.r.Context(), c.param("id"), false)
 	if err != nil {
 		return err
 	}
-	verb := c.r.URL.Path[strings.LastIndexByte(c.r.URL.Path, '/')+1:]
-	return shard.Errorf(shard.CodeUnsupported, "provider %s cannot %s a sandbox", sb.Provider, verb)
+	return shard.Errorf(shard.CodeUnsupported, "provider %s cannot fork a sandbox", sb.Provider)
 }
