@@ -18,6 +18,7 @@ from useshards import (
     PolicyRule,
     PortForward,
     Restart,
+    UnsupportedError,
 )
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -122,6 +123,50 @@ def test_named_processes(connect: Callable[[], Any], box: tuple[Any, Any]) -> No
     with pytest.raises(NotFoundError) as unknown:
         c.run(sandbox.processes.get("nosuch"))
     assert unknown.value.code == "no_process"
+
+
+@pytest.mark.quick
+def test_pause_and_resume(connect: Callable[[], Any], box: tuple[Any, Any]) -> None:
+    """Memory goes on where it stood, commands end and say why; a provider that cannot says so and changes nothing."""
+    c = connect()
+    sandbox = c.run(c.shard.get(box[0].id))
+    if not c.run(c.shard.capabilities()).pause:
+        for verb in (sandbox.pause, sandbox.resume):
+            with pytest.raises(UnsupportedError):
+                c.run(verb())
+        assert c.run(sandbox.inspect()).state == "running"
+        return
+    counter = c.run(sandbox.run("n=0; while :; do n=$((n + 1)); echo $n; sleep 0.02; done", name="counter"))
+    logs = counter.follow_logs()
+    assert take(c, logs).startswith(b"1\n")
+    command = c.run(sandbox.exec("echo held; sleep 1000", background=True))
+    started = sandbox.info.started_at
+    c.run(sandbox.pause())
+    assert (sandbox.info.state, sandbox.info.started_at) == ("paused", started)
+    with pytest.raises(ConflictError, match="the sandbox was paused while the command ran") as ended:
+        c.run(command.wait(timeout=60))
+    assert ended.value.code == "sandbox_not_running"
+    for verb in (lambda: sandbox.exec("true"), sandbox.pause, sandbox.start, sandbox.remove):
+        with pytest.raises(ConflictError):
+            c.run(verb())
+    counted = len(c.run(counter.logs()).splitlines())
+    c.run(sandbox.resume())
+    assert (sandbox.info.state, sandbox.info.started_at) == ("running", started)
+    with pytest.raises(ConflictError) as running:
+        c.run(sandbox.resume())
+    assert running.value.code == "sandbox_not_paused"
+    assert c.run(sandbox.exec("echo on")).stdout == "on\n"
+    deadline = time.monotonic() + 60
+    while len(c.run(counter.logs()).splitlines()) <= counted:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    status = c.run(counter.inspect()).status
+    assert (status.state, status.restarts) == ("running", 0)
+    c.run(counter.kill(force=True))
+    lines = c.run(counter.logs()).splitlines()
+    assert lines == [str(n) for n in range(1, len(lines) + 1)]
+    assert b"".join(rest(c, logs)).decode().splitlines()[-1] == lines[-1]
+    c.run(sandbox.pause())  # and one that is paused can be removed by force
 
 
 def test_ports(connect: Callable[[], Any], box: tuple[Any, Any]) -> None:

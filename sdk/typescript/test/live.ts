@@ -15,7 +15,7 @@ import { Host, missing } from "./host.js";
 const MiB = 1 << 20;
 
 /** What `QUICK=1 ./check` runs of this. */
-const quick = ["commands end as they end", "in the background: leaving, finding again, replay", "files one by one", "watching a directory", "named processes", "secrets"];
+const quick = ["commands end as they end", "in the background: leaving, finding again, replay", "files one by one", "watching a directory", "named processes", "pause and resume", "secrets"];
 
 /** Connections of this process, of whatever kind. */
 const connections = (): number => process.getActiveResourcesInfo().filter((name) => /Socket|TCP|TLS/.test(name)).length;
@@ -346,6 +346,48 @@ export function live(provider: string): void {
       await assert.rejects(box.processes.get("nosuch"), (e) => e instanceof useshards.NotFoundError && e.code === "no_process");
     });
 
+    it("pause and resume", async () => {
+      if (!(await shard.capabilities()).pause) {
+        await assert.rejects(box.pause(), useshards.UnsupportedError);
+        await assert.rejects(box.resume(), useshards.UnsupportedError);
+        assert.equal((await box.inspect()).state, "running");
+        return;
+      }
+      const paused = await shard.create({ image });
+      try {
+        const conflict = (code: string) => (e: unknown) => e instanceof useshards.ConflictError && e.code === code;
+        const counter = await paused.run("n=0; while :; do n=$((n + 1)); echo $n; sleep 0.02; done", { name: "counter" });
+        const follow = counter.followLogs();
+        const seen = [Buffer.from((await follow.next()).value ?? "")];
+        const command = await paused.exec("echo held; sleep 1000", { background: true });
+        const { startedAt } = paused.info;
+        await paused.pause();
+        assert.deepEqual([paused.info.state, paused.info.startedAt], ["paused", startedAt]);
+        await assert.rejects(command.wait(), (e) => conflict("sandbox_not_running")(e) && /the sandbox was paused while the command ran/.test(String(e)));
+        await assert.rejects(paused.exec("true"), conflict("sandbox_not_running"));
+        await assert.rejects(paused.pause(), conflict("sandbox_not_running"));
+        await assert.rejects(paused.start(), conflict("sandbox_not_stopped"));
+        await assert.rejects(paused.remove(), conflict("sandbox_not_stopped"));
+        const counted = async (): Promise<number> => (await counter.logs()).split("\n").length;
+        const before = await counted();
+        await paused.resume();
+        assert.deepEqual([paused.info.state, paused.info.startedAt], ["running", startedAt]);
+        await assert.rejects(paused.resume(), conflict("sandbox_not_paused"));
+        assert.equal((await paused.exec("echo on")).stdout, "on\n");
+        while ((await counted()) <= before) await new Promise((resolve) => setTimeout(resolve, 20));
+        const { status } = await counter.inspect();
+        assert.deepEqual([status.state, status.restarts], ["running", 0]);
+        await counter.kill({ force: true });
+        const lines = (await counter.logs()).trimEnd().split("\n");
+        assert.deepEqual(lines, lines.map((_, i) => String(i + 1)));
+        for await (const chunk of follow) seen.push(Buffer.from(chunk));
+        assert.equal(Buffer.concat(seen).toString(), await counter.logs());
+        await paused.pause(); // and one that is paused can be removed by force
+      } finally {
+        await paused.remove({ force: true });
+      }
+    });
+
     it("ports", async () => {
       if (!(await shard.capabilities()).port) return "this provider forwards no ports";
       await box.run("while :; do echo hello | nc -l -p 8000; done", { name: "greeter" });
@@ -448,10 +490,6 @@ export function live(provider: string): void {
 
     it("what the provider can do besides", async () => {
       const capabilities = await shard.capabilities();
-      if (capabilities.pause) {
-        await box.pause();
-        await box.resume();
-      } else await assert.rejects(box.pause(), useshards.APIError);
       if (!capabilities.fork) await assert.rejects(box.fork(), useshards.APIError);
       assert.equal((await shard.version()).apiVersion, "v0");
     });
