@@ -26,6 +26,8 @@ const (
 	busyName = "busy"
 	// versionName is a file beside what a pause saved: the version of the runtime that did.
 	versionName = "version"
+	// pagesName is the file that holds nearly all of what a pause saves.
+	pagesName = "pages.img"
 )
 
 // pauser is an OCI whose runtime can save machines. It implements provider.Pauser.
@@ -65,7 +67,10 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 	}
 	cmd := p.command(ctx, i.spec, "save", "--image-path", dir, runtimeID)
 	cmd.ExtraFiles = []*os.File{busy}
-	if err := cmd.Run(); err != nil {
+	stop := writeBehind(filepath.Join(dir, pagesName))
+	err = cmd.Run()
+	stop()
+	if err != nil {
 		if ctx.Err() != nil {
 			err = ctx.Err()
 		}
@@ -192,6 +197,34 @@ func clearDir(dir string) error {
 		err = errors.Join(err, os.Truncate(name, 0), os.Remove(name))
 	}
 	return err
+}
+
+// writeBehind has the kernel write a file to the disk while it grows, so that little is left to sync; best effort, since the
+// sync follows. stop ends it.
+func writeBehind(name string) (stop func()) {
+	const often = 10 * time.Millisecond
+	end, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		var f *os.File
+		for {
+			select {
+			case <-end:
+				if f != nil {
+					_ = f.Close()
+				}
+				return
+			case <-time.After(often):
+			}
+			if f == nil {
+				if f, _ = os.Open(name); f == nil {
+					continue
+				}
+			}
+			_ = unix.SyncFileRange(int(f.Fd()), 0, 0, unix.SYNC_FILE_RANGE_WRITE)
+		}
+	}()
+	return func() { close(end); <-ended }
 }
 
 // syncDir writes the files of a directory, and their names, to the disk.
