@@ -91,7 +91,8 @@ export class Sandbox implements AsyncDisposable {
   }
 
   /**
-   * Saves memory and files and suspends the sandbox.
+   * Saves memory and files and suspends the sandbox. Named processes go on at resume(); commands that run end, with a
+   * ConflictError for who waits for them, and connections to forwarded ports are closed.
    *
    * @throws UnsupportedError when the provider cannot.
    * @example
@@ -102,8 +103,9 @@ export class Sandbox implements AsyncDisposable {
   }
 
   /**
-   * Continues a paused sandbox from where it paused.
+   * Continues a paused sandbox from where it paused. When that fails it stays paused.
    *
+   * @throws UnsupportedError when the provider cannot, or is no longer the version that paused it.
    * @example
    * await sandbox.resume();
    */

@@ -213,6 +213,9 @@ class AsyncSandbox:
     async def pause(self) -> None:
         """Saves the sandbox's memory and files to disk and suspends it.
 
+        Named processes go on at `resume()`. Commands that run end, with a ConflictError for who waits for them, and
+        connections to forwarded ports are closed.
+
         Raises:
             UnsupportedError: The provider cannot pause.
             ConflictError: It does not run.
@@ -223,10 +226,10 @@ class AsyncSandbox:
         await self._verb("pause")
 
     async def resume(self) -> None:
-        """Continues a paused sandbox from where it paused.
+        """Continues a paused sandbox from where it paused. When that fails it stays paused.
 
         Raises:
-            UnsupportedError: The provider cannot pause.
+            UnsupportedError: The provider cannot pause, or is no longer the version that paused it.
             ConflictError: It is not paused.
 
         Example:

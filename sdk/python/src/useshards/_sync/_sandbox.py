@@ -214,6 +214,9 @@ class Sandbox:
     def pause(self) -> None:
         """Saves the sandbox's memory and files to disk and suspends it.
 
+        Named processes go on at `resume()`. Commands that run end, with a ConflictError for who waits for them, and
+        connections to forwarded ports are closed.
+
         Raises:
             UnsupportedError: The provider cannot pause.
             ConflictError: It does not run.
@@ -224,10 +227,10 @@ class Sandbox:
         self._verb("pause")
 
     def resume(self) -> None:
-        """Continues a paused sandbox from where it paused.
+        """Continues a paused sandbox from where it paused. When that fails it stays paused.
 
         Raises:
-            UnsupportedError: The provider cannot pause.
+            UnsupportedError: The provider cannot pause, or is no longer the version that paused it.
             ConflictError: It is not paused.
 
         Example:
