@@ -16,18 +16,29 @@ import (
 )
 
 // TestScripts runs every story on every provider that works on this host. In a story `shard` is the command line for a
-// daemon that has the image busybox, and $P is the provider, which also serves as a prefix of names.
+// daemon that has the image busybox, and $P is the provider, which also serves as a prefix of names; a line after [pauses] is for
+// those that can pause.
 func TestScripts(t *testing.T) {
 	d := testenv.Start(t, testenv.Options{})
 	d.Import("busybox", testenv.Busybox(t))
 	bin := wrap(t, d)
 	d.EachProvider(t, func(t *testing.T, _ *testenv.Daemon, provider string) {
+		caps, err := d.Client().Capabilities(t.Context(), provider)
+		if err != nil {
+			t.Fatal(err)
+		}
 		testscript.Run(t, testscript.Params{
 			Dir: ".",
 			Setup: func(env *testscript.Env) error {
 				env.Setenv("P", provider)
 				env.Setenv("PATH", bin+string(os.PathListSeparator)+env.Getenv("PATH"))
 				return nil
+			},
+			Condition: func(word string) (bool, error) {
+				if word != "pauses" {
+					return false, fmt.Errorf("unknown condition %s", word)
+				}
+				return caps.Pause, nil
 			},
 			Cmds:               map[string]func(*testscript.TestScript, bool, []string){"exitcode": exitcode},
 			RequireUniqueNames: true,
