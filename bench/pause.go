@@ -18,8 +18,14 @@ import (
 // inUse is how much memory, in MiB, the larger of the machines that are paused has filled with what no page has twice.
 const inUse = 256
 
+// filling is a script that goes on as then with so much memory in use: a program wants to write all of it at once, and its
+// reader takes one byte.
+func filling(then string) string {
+	return fmt.Sprintf("dd if=/dev/urandom bs=%dM count=1 iflag=fullblock 2>/dev/null | { head -c 1 >/dev/null; %s; }", inUse, then)
+}
+
 // pauses measures pause and resume, of an idle machine and of one whose memory is in use, beside what the bare runtime takes to
-// save such a machine and kill it, and to bring it back until its process 1 answers. Only what saves memory has such a runtime.
+// save such a machine on the disk and kill it, and to bring it back until its process 1 answers. Only what saves memory has such a runtime.
 func (b *bench) pauses(p string) error {
 	caps, err := b.client.Capabilities(b.ctx, p)
 	if err != nil || !caps.Pause {
@@ -29,29 +35,39 @@ func (b *bench) pauses(p string) error {
 	if err != nil {
 		return err
 	}
+	const idle, bareIdle = "echo ready; exec sleep 1000000", "echo ready; exec cat"
 	for _, m := range []struct {
-		name, fill string
-		n          int
+		name, ours, bare string
+		n                int
 	}{
-		{"idle", "true", b.o.n},
-		{fmt.Sprintf("%d MiB in use", inUse), fmt.Sprintf("dd if=/dev/urandom of=/dev/shm/fill bs=1M count=%d 2>/dev/null", inUse), max(b.o.n/4, 2)},
+		{"idle", idle, bareIdle, b.o.n},
+		{fmt.Sprintf("%d MiB in use", inUse), filling(idle), "exec 3<&0; " + filling(bareIdle+" 4<&0 <&3"), max(b.o.n/4, 2)},
 	} {
-		if err := b.pausesOf(p, m.name, m.fill, m.n, floor); err != nil {
+		if err := floor.spec("/bin/sh", "-c", m.bare); err != nil {
+			return err
+		}
+		if err := b.pausesOf(p, m.name, m.ours, m.n, floor); err != nil {
 			return fmt.Errorf("%s: %w", m.name, err)
 		}
 	}
 	return nil
 }
 
-func (b *bench) pausesOf(p, name, fill string, n int, floor *runtimeFloor) error {
+// pausesOf measures them of a sandbox with a process that says when it is ready.
+func (b *bench) pausesOf(p, name, script string, n int, floor *runtimeFloor) error {
 	id, err := b.create(p)
 	if err != nil {
 		return err
 	}
-	if err := b.exec(id, io.Discard, "sh", "-c", fill); err != nil {
+	if _, err := b.cli("run", id, "--name", "holder", "sh", "-c", script); err != nil {
 		return err
 	}
-	if err := floor.spec("/bin/sh", "-c", fill+"; echo ready; exec cat"); err != nil {
+	log, err := b.client.ProcessLog(b.ctx, id, "holder", true)
+	if err != nil {
+		return err
+	}
+	_, err = bufio.NewReader(log).ReadString('\n')
+	if err := errors.Join(err, log.Close()); err != nil {
 		return err
 	}
 	bare, err := floor.boot("run", "ready\n")
@@ -84,7 +100,7 @@ func (b *bench) pausesOf(p, name, fill string, n int, floor *runtimeFloor) error
 		return took, err
 	}
 	what := filepath.Base(floor.program)
-	if err := b.sample(p+" pause, "+name, n, targets[p]["pause, "+name], what+" save, kill", pause, barePause, "ms"); err != nil {
+	if err := b.sample(p+" pause, "+name, n, targets[p]["pause, "+name], what+" save, fsync, kill", pause, barePause, "ms"); err != nil {
 		return err
 	}
 	resumed := &row{Name: p + " resume, " + name, Unit: "ms", Target: targets[p]["resume, "+name], Ours: resumes[1:]}
@@ -145,10 +161,23 @@ func (f *runtimeFloor) boot(verb, greeting string, more ...string) (_ *bareMachi
 	return m, err
 }
 
-// pause saves the machine into dir and kills it.
+// pause saves the machine into dir, where it then survives the host, and kills it.
 func (m *bareMachine) pause(dir string) error {
 	if out, err := m.f.command(m.f.b.ctx, "save", "--image-path", dir, m.id).CombinedOutput(); err != nil {
 		return fmt.Errorf("save: %w: %s", err, out)
+	}
+	saved, err := os.ReadDir(dir)
+	if err != nil {
+		return err
+	}
+	for _, e := range saved {
+		file, err := os.Open(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(file.Sync(), file.Close()); err != nil {
+			return err
+		}
 	}
 	if err := syscall.Kill(m.pid, syscall.SIGKILL); err != nil {
 		return err
