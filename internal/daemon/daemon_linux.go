@@ -157,7 +157,7 @@ func open(ctx context.Context, o Options) (_ *parts, err error) {
 		return nil, err
 	}
 	p.closers = append(p.closers, func() error { return closeHost(network, p.engine, tag) })
-	providers, err := providers(cgroups, tag, o.Log)
+	providers, err := providers(cgroups, tag, filepath.Join(o.Root, "programs"), o.Log)
 	if err != nil {
 		return nil, err
 	}
@@ -230,13 +230,13 @@ func closeHost(network *netns.Net, e *engine.Engine, tag string) error {
 	return errors.Join(network.Remove(ctx), os.RemoveAll(filepath.Join("/run/shard", tag)))
 }
 
-// providers makes every provider that this system can have, the default of new roots first.
-func providers(cgroups *cgroup.Manager, tag string, log *slog.Logger) ([]provider.Provider, error) {
+// providers makes every provider that this system can have, the default of new roots first. shared is theirs, or "".
+func providers(cgroups *cgroup.Manager, tag, shared string, log *slog.Logger) ([]provider.Provider, error) {
 	programs := oci.FindPrograms()
 	var out []provider.Provider
 	for _, f := range []struct{ name, runtime string }{{oci.GVisor, programs.Runsc}, {oci.Runc, programs.Runc}} {
 		p, err := oci.New(f.name, oci.Options{Runtime: f.runtime, Init: programs.Init,
-			RunDir: filepath.Join("/run/shard", tag, f.name), Cgroups: cgroups, Log: log})
+			RunDir: filepath.Join("/run/shard", tag, f.name), Shared: shared, Cgroups: cgroups, Log: log})
 		if err != nil {
 			return nil, err
 		}
@@ -254,7 +254,7 @@ func Probe(ctx context.Context) []shard.ProviderInfo {
 	if err == nil {
 		defer cgroups.Close()
 	}
-	all, err := providers(cgroups, tag, log)
+	all, err := providers(cgroups, tag, "", log)
 	if err != nil {
 		return nil
 	}

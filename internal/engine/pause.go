@@ -153,6 +153,8 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 		switch {
 		case errors.Is(err, syscall.ENOSPC):
 			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room on the host's disk for its memory", sb.ref())
+		case errors.Is(err, provider.ErrForeign):
+			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was started by another version of its provider, and runs on: it can be paused once it was stopped and started", sb.ref())
 		case shard.CodeOf(err) != shard.CodeInternal:
 			return err
 		}

@@ -132,8 +132,8 @@ var ErrLost = errors.New("the machine was lost while it was saved")
 // ErrBusy says that something begun earlier is not over yet.
 var ErrBusy = errors.New("a program that an earlier daemon started is still at work")
 
-// ErrForeign says that a machine was saved by another version of the provider, and cannot go on in this one.
-var ErrForeign = errors.New("the machine was saved by another version of the provider")
+// ErrForeign says that a machine was saved, or started, by another version of the provider: this one cannot go on with it.
+var ErrForeign = errors.New("the machine is of another version of the provider")
 
 // CapabilitiesOf derives the public capabilities from what p implements, so that they cannot lie.
 func CapabilitiesOf(p Provider) shard.Capabilities {

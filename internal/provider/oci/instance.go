@@ -126,15 +126,22 @@ func (i *Instance) Close() error {
 }
 
 // start boots the machine in its new control group. The caller undoes.
-func (i *Instance) start(ctx context.Context) error { return i.launch(ctx, patience, "run") }
+func (i *Instance) start(ctx context.Context) error {
+	agent, err := i.p.placeAgent(i.spec)
+	if err != nil {
+		return err
+	}
+	return i.launch(ctx, patience, agent, "run")
+}
 
-// launch has the runtime make the machine in its new control group, by the command verb with these arguments, within the time.
+// launch has the runtime make the machine in its new control group, by the command verb with these arguments, within the time;
+// agent becomes PID 1.
 // The caller undoes.
-func (i *Instance) launch(ctx context.Context, most time.Duration, verb string, more ...string) error {
+func (i *Instance) launch(ctx context.Context, most time.Duration, agent, verb string, more ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, most)
 	defer cancel()
 	p, spec := i.p, i.spec
-	oci, err := bundle(p.flavour, spec, p.opt.Init, i.group.OCIPath())
+	oci, err := bundle(p.flavour, spec, agent, i.group.OCIPath())
 	if err != nil {
 		return err
 	}

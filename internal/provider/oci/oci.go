@@ -63,6 +63,9 @@ type Options struct {
 	// RunDir is a private directory (made 0700) for runtime state, one directory for each machine named by its id. At most
 	// 64 bytes long: gVisor puts a socket in it.
 	RunDir string
+	// Shared is a directory (made 0700) for what machines share, on the file system of their directories; with none, each has
+	// its own.
+	Shared string
 	// Cgroups makes the machines' control groups; nil makes Probe report that there are none.
 	Cgroups *cgroup.Manager
 	// Log takes what fails in the background; nil discards.
@@ -74,6 +77,7 @@ type OCI struct {
 	flavour flavour
 	opt     Options
 	probed  atomic.Pointer[probed]
+	agent   agentStore
 }
 
 var idPattern = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)

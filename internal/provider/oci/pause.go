@@ -62,6 +62,9 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 		default:
 		}
 	}()
+	if _, err := os.Stat(filepath.Join(i.spec.Dir, agentName)); err != nil { // it could not be resumed
+		return fmt.Errorf("%w: %w", provider.ErrForeign, err)
+	}
 	if err := p.writeVersion(ctx, dir); err != nil {
 		return err
 	}
@@ -98,7 +101,7 @@ func (p pauser) Resume(ctx context.Context, spec provider.Spec, dir string) (pro
 	defer func() { _ = busy.Close() }()
 	inst, err := p.make(ctx, spec, func(i *Instance) error {
 		i.inherits = []*os.File{busy}
-		return i.launch(ctx, saveTime, "restore", "--image-path", dir)
+		return i.launch(ctx, saveTime, filepath.Join(spec.Dir, agentName), "restore", "--image-path", dir)
 	})
 	if err != nil && ctx.Err() == nil && p.foreign(ctx, dir) {
 		err = fmt.Errorf("%w: %w", provider.ErrForeign, err)

@@ -22,6 +22,7 @@ import (
 
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/guest"
 	"github.com/useshards/shard/internal/provider"
 	"github.com/useshards/shard/internal/provider/providertest"
 	"github.com/useshards/shard/internal/testenv"
@@ -255,6 +256,61 @@ func TestOrphanedStart(t *testing.T) {
 			if traces := env.Traces(spec); len(traces) != 0 {
 				t.Errorf("after %v: left on the host: %q", delay, traces)
 			}
+		}
+	})
+}
+
+// TestUpgradeWhilePaused: what a pause saved goes on when shard was installed anew meanwhile, with other programs in its place.
+func TestUpgradeWhilePaused(t *testing.T) {
+	eachFlavour(t, func(t *testing.T, p *OCI) {
+		pausing, ok := p.whole().(provider.Pauser)
+		if !ok {
+			t.Skip("does not pause")
+		}
+		for _, shared := range []string{"", filepath.Join(t.TempDir(), "shared")} {
+			program := filepath.Join(t.TempDir(), "shard-init")
+			if err := copyProgram(p.opt.Init, program); err != nil {
+				t.Fatal(err)
+			}
+			q := &OCI{flavour: p.flavour, opt: p.opt}
+			q.opt.Init, q.opt.Shared = program, shared
+			pausing = q.whole().(provider.Pauser)
+			i := machine(t, q, provider.Spec{})
+			token := [guest.TokenSize]byte{1}
+			answers := func(i *Instance) {
+				t.Helper()
+				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+				defer cancel()
+				conn, err := i.Dial(ctx)
+				if err != nil {
+					t.Fatal(err)
+				}
+				session, err := guest.Connect(ctx, conn, token)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := errors.Join(session.Call(ctx, guest.OpPing, nil, nil), session.Close()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			answers(i)
+			saved := t.TempDir()
+			if err := pausing.Pause(t.Context(), i, saved, func() error { return nil }); err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(q.Destroy(t.Context(), i.spec), i.Close()); err != nil {
+				t.Fatal(err)
+			}
+			// Written over where it stands, which is the worst way.
+			if err := copyProgram("/bin/busybox", program); err != nil {
+				t.Fatal(err)
+			}
+			again, err := pausing.Resume(t.Context(), i.spec, saved)
+			if err != nil {
+				t.Fatal(err)
+			}
+			answers(again.(*Instance))
+			remove(t, again.(*Instance))
 		}
 	})
 }
