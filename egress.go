@@ -43,6 +43,8 @@ type EgressDecision struct {
 	Host    string `json:"host,omitempty"`
 	Port    int    `json:"port,omitempty"`
 	Address string `json:"address,omitempty"`
+	// Protocol is that of a packet: tcp, udp, icmp, icmpv6, or its number. Lookups and requests have none.
+	Protocol string `json:"protocol,omitempty"`
 	// RuleText is the rule as written, with its action.
 	RuleText string `json:"rule_text,omitempty"`
 	Reason   string `json:"reason,omitempty"`

@@ -83,7 +83,7 @@ func decisions(t *testing.T, d *testenv.Daemon, box string, words ...string) []s
 		}
 		var lines []string
 		for _, one := range all {
-			lines = append(lines, fmt.Sprintf("%s %s rule=%s host=%s to=%s:%d %s (%s)", one.Source, one.Verdict, one.Rule, one.Host, one.Address, one.Port, one.RuleText, one.Reason))
+			lines = append(lines, fmt.Sprintf("%s %s rule=%s host=%s to=%s:%d %s (%s) %s", one.Source, one.Verdict, one.Rule, one.Host, one.Address, one.Port, one.RuleText, one.Reason, one.Protocol))
 		}
 		missing := slices.DeleteFunc(slices.Clone(words), func(w string) bool {
 			return slices.ContainsFunc(lines, func(line string) bool { return strings.Contains(line, w) })
@@ -143,7 +143,7 @@ func TestCase052(t *testing.T) {
 			t.Errorf("nameservers were asked: %v", got)
 		}
 		decisions(t, d, id, "dns deny rule=1 host=web.lab.test", "dns deny rule=1 host=secret-data.evil.test",
-			"host deny rule=1 host= to=203.0.113.9:7000 deny any (tcp)", "to=203.0.113.9:7000 deny any (udp)",
+			"host deny rule=1 host= to=203.0.113.9:7000 deny any () tcp", "to=203.0.113.9:7000 deny any () udp",
 			"host deny rule=private host= to=10.1.2.3:7000", "host deny rule=local host= to=203.0.113.5:7000")
 	})
 }

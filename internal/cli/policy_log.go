@@ -95,6 +95,9 @@ func (a *App) printDecision(d *shard.EgressDecision, f format) error {
 		dest = net.JoinHostPort(dest, strconv.Itoa(d.Port))
 	}
 	why := "rule " + d.Rule
+	if d.Protocol != "" {
+		dest = d.Protocol + " " + dest
+	}
 	if d.RuleText != "" {
 		why += " (" + d.RuleText + ")"
 	}

@@ -349,18 +349,18 @@ func (e *Enforcer) dropped(d netns.Drop) {
 		decision.Reason = fmt.Sprintf("%d more in the last second", d.More)
 	} else {
 		decision.Address, decision.Port = d.Dest.String(), int(d.Port)
-		decision.Reason = protocolName(d.Protocol)
+		decision.Protocol = protocolName(d.Protocol)
 		switch d.Label {
 		case shard.EgressRulePrivate:
-			decision.Reason += "; no rule can open this destination"
+			decision.Reason = "no rule can open this destination"
 		case shard.EgressRuleLocal:
-			decision.Reason += "; the destination is the host itself"
+			decision.Reason = "the destination is the host itself"
 		case shard.EgressRuleIPv6:
-			decision.Reason += "; " + noIPv6
+			decision.Reason = noIPv6
 		case shard.EgressRuleDefault:
-			decision.Reason += "; no rule of the policy matches"
+			decision.Reason = "no rule of the policy matches"
 		case shard.EgressRuleMissing:
-			decision.Reason += "; the sandbox's policy is missing from the store"
+			decision.Reason = "the sandbox's policy is missing from the store"
 		}
 	}
 	w.journal.note(decision)
@@ -380,7 +380,7 @@ func protocolName(p uint8) string {
 	case 58:
 		return "icmpv6"
 	}
-	return "protocol " + strconv.Itoa(int(p))
+	return strconv.Itoa(int(p))
 }
 
 // tick tells the logs to count what they left out.

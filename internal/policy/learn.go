@@ -23,12 +23,11 @@ func Learn(decisions []shard.EgressDecision) (rules []shard.PolicyRule, never []
 		if err != nil {
 			host = ""
 		}
-		protocol, _, _ := strings.Cut(d.Reason, ";")
 		addr, err := netip.ParseAddr(d.Address)
 		switch {
 		case d.Rule == shard.EgressRulePrivate || d.Rule == shard.EgressRuleLocal || d.Rule == shard.EgressRuleIPv6 || err == nil && shard.IsUnreachable(addr):
 			dropped[cmp.Or(d.Host, d.Address)] = true
-		case d.Source == shard.EgressDNS && host != "" && !strings.Contains(d.Reason, "no host name"):
+		case d.Source == shard.EgressDNS && host != "":
 			if names[host] == nil {
 				names[host] = map[string]map[int]bool{}
 			}
@@ -44,8 +43,12 @@ func Learn(decisions []shard.EgressDecision) (rules []shard.PolicyRule, never []
 			}
 			add(names[host], "tcp", d.Port)
 		case err == nil:
+			protocol := d.Protocol
 			if d.Source == shard.EgressProxy {
 				protocol = "tcp"
+			}
+			if protocol == "" { // a log of before it was told: no rule is better than one for all ports
+				continue
 			}
 			to := addrs
 			key := addr.String()

@@ -497,3 +497,27 @@ func TestDropped(t *testing.T) {
 		t.Error("no address")
 	}
 }
+
+func TestLearn(t *testing.T) {
+	packet := func(addr, protocol string, port int) shard.EgressDecision {
+		return shard.EgressDecision{Source: shard.EgressHost, Verdict: shard.EgressDeny, Rule: shard.EgressRuleDefault, Address: addr, Protocol: protocol, Port: port}
+	}
+	old := packet("198.51.100.1", "", 25) // from a log of before protocols were told
+	old.Reason = "tcp; no rule of the policy matches"
+	lookup := shard.EgressDecision{Source: shard.EgressDNS, Verdict: shard.EgressAllow, Rule: "1", Host: "db.test", Address: "198.51.100.2", Port: 53}
+	odd := shard.EgressDecision{Source: shard.EgressDNS, Verdict: shard.EgressDeny, Rule: shard.EgressRuleDefault, Host: "not a name", Port: 53}
+	private := packet("10.0.0.1", "tcp", 22)
+	private.Rule = shard.EgressRulePrivate
+	rules, never := Learn([]shard.EgressDecision{old, odd, lookup, packet("198.51.100.2", "tcp", 5432), packet("198.51.100.2", "icmp", 0),
+		packet("198.51.100.3", "udp", 123), packet("198.51.100.3", "tcp", 7), packet("198.51.100.4", "icmp", 0), private})
+	var got []string
+	for _, r := range rules {
+		got = append(got, r.Rule)
+	}
+	if got, want := strings.Join(got, "; "), "db.test tcp:5432; 198.51.100.3 tcp:7; 198.51.100.3 udp:123; 198.51.100.4"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	if fmt.Sprint(never) != "[10.0.0.1]" {
+		t.Errorf("never: %q", never)
+	}
+}

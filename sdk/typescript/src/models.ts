@@ -382,6 +382,8 @@ export interface EgressDecision {
   port: number | null;
   /** The address, null where none was reached. */
   address: string | null;
+  /** That of a packet, such as "tcp", null for lookups and requests. */
+  protocol: string | null;
   /** The rule as it is written, null where a word decided. */
   ruleText: string | null;
   /** More about it, else null. */
@@ -572,6 +574,7 @@ export const toEgressDecision = (f: Fields): EgressDecision => ({
   host: f.maybeText("host"),
   port: f.maybeNumber("port"),
   address: f.maybeText("address"),
+  protocol: f.maybeText("protocol"),
   ruleText: f.maybeText("rule_text"),
   reason: f.maybeText("reason"),
 });

@@ -629,7 +629,7 @@ class EgressDecision:
         source: "proxy", "dns" or "host".
         verdict: "allow" or "deny".
         rule: The id of the rule that decided, or a word such as "default" or "private".
-        host, port, address, rule_text, reason: None where they do not apply.
+        host, port, address, protocol, rule_text, reason: None where they do not apply. Packets alone have a protocol.
 
     Example:
         >>> [d.host for d in sandbox.egress_log() if d.verdict == "deny"]
@@ -643,6 +643,7 @@ class EgressDecision:
     host: str | None
     port: int | None
     address: str | None
+    protocol: str | None
     rule_text: str | None
     reason: str | None
 
@@ -846,6 +847,7 @@ def egress_decision(f: Fields) -> EgressDecision:
         host=f.maybe("host", str),
         port=f.maybe("port", int),
         address=f.maybe("address", str),
+        protocol=f.maybe("protocol", str),
         rule_text=f.maybe("rule_text", str),
         reason=f.maybe("reason", str),
     )
