@@ -120,12 +120,13 @@ func (e *Engine) endStrangers(ctx context.Context, sb *sandbox, session *guest.S
 			continue
 		}
 		e.Log.Warn("end a command that nobody started", "sandbox", sb.id, "exec", h.ID)
+		// First: to be taken up lets a command go on that a pause stopped.
+		_ = session.Call(ctx, guest.OpSignal, guest.SignalArgs{ID: h.ID, Signal: "KILL"}, nil)
 		s := &stranger{}
 		cmd, err := session.Resume(ctx, h.ID, h.Offset, s)
 		if err != nil {
 			continue // it has just been forgotten, or the next session does it
 		}
-		_ = cmd.Signal(ctx, "KILL")
 		s.attend(cmd, func() {
 			e.wg.Go(func() {
 				ctx, cancel := context.WithTimeout(e.ctx, execTime)

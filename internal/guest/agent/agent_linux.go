@@ -2,9 +2,11 @@ package agent
 
 import (
 	"crypto/subtle"
+	"maps"
 	"os"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -264,12 +266,15 @@ func (a *agent) quiesce(r *request) error {
 	a.quiet.Store(true)
 	a.starting.Lock()
 	a.mu.Lock()
-	for _, cmd := range a.commands {
-		if cmd != nil && a.reaper.signal(cmd, unix.SIGSTOP) {
+	commands := slices.Collect(maps.Values(a.commands)) // all of them have been started
+	a.mu.Unlock()
+	for _, cmd := range commands {
+		if a.reaper.signalAll(cmd, unix.SIGSTOP) {
+			a.mu.Lock()
 			cmd.held = true
+			a.mu.Unlock()
 		}
 	}
-	a.mu.Unlock()
 	a.starting.Unlock()
 	if !c.birth {
 		r.after = func() { c.f.SetReadDeadline(time.Unix(1, 0)) } // its goroutine closes it
@@ -318,7 +323,13 @@ func (a *agent) signal(r *request) error {
 	if err != nil {
 		return err
 	}
-	if !a.reaper.signal(c, sig) {
+	signal := a.reaper.signal
+	a.mu.Lock()
+	if c.held && sig == unix.SIGKILL {
+		signal = a.reaper.signalAll // so that nothing of it stays behind, stopped
+	}
+	a.mu.Unlock()
+	if !signal(c, sig) {
 		return shard.Errorf(shard.CodeExecExited, "command %s has ended", shard.Quote(args.ID))
 	}
 	return nil

@@ -132,7 +132,7 @@ func (a *agent) resume(r *request) (guest.Done, error) {
 	c.held = false
 	a.mu.Unlock()
 	if held {
-		a.reaper.signal(c, unix.SIGCONT)
+		a.reaper.signalAll(c, unix.SIGCONT)
 	}
 	return c.serve(r, args.Offset, args.Tail)
 }

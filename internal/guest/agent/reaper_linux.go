@@ -3,6 +3,7 @@ package agent
 import (
 	"os"
 	"os/signal"
+	"strconv"
 	"sync"
 	"syscall"
 
@@ -76,6 +77,44 @@ func (r *reaper) signal(c *command, sig syscall.Signal) bool {
 		return false
 	}
 	return unix.Kill(-c.pid, sig) == nil
+}
+
+// signalAll is signal for all that c runs: a shell at a terminal gives its jobs process groups of their own, in the session that
+// it leads.
+func (r *reaper) signalAll(c *command, sig syscall.Signal) (ran bool) {
+	if c.tty == nil {
+		return r.signal(c, sig)
+	}
+	if sig != unix.SIGCONT { // which the shell gets last, so that it never sees a job that has stopped
+		if ran = r.signal(c, sig); !ran {
+			return false
+		}
+	}
+	known := map[int]bool{c.pid: true}
+	for range 10 { // until it is signalled, a job may start others
+		before := len(known)
+		entries, _ := os.ReadDir("/proc")
+		for _, e := range entries {
+			pid, err := strconv.Atoi(e.Name())
+			if err != nil {
+				continue
+			}
+			if session, err := unix.Getsid(pid); err != nil || session != c.pid {
+				continue
+			}
+			if group, err := unix.Getpgid(pid); err == nil && !known[group] {
+				known[group] = true
+				_ = unix.Kill(-group, sig)
+			}
+		}
+		if len(known) == before {
+			break
+		}
+	}
+	if sig == unix.SIGCONT {
+		ran = r.signal(c, sig)
+	}
+	return ran
 }
 
 // swallowSignals keeps signals that anyone in the sandbox can send from ending PID 1. A handler, not SIG_IGN: what is
