@@ -44,13 +44,13 @@ func CheckForwards(list []PortForward) error {
 		for _, f := range []struct {
 			name string
 			port int
-		}{{"host_port", p.HostPort}, {"guest_port", p.GuestPort}} {
+		}{{"host port", p.HostPort}, {"guest port", p.GuestPort}} {
 			if f.port < 1 || f.port > MaxPort {
 				return Invalidf("%s %d is not a port: use 1 to %d", f.name, f.port, MaxPort)
 			}
 		}
 		if taken[p.HostPort] {
-			return Invalidf("host_port %d is named twice", p.HostPort)
+			return Invalidf("host port %d is named twice", p.HostPort)
 		}
 		taken[p.HostPort] = true
 	}

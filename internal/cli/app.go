@@ -203,21 +203,13 @@ func (a *App) explain(cmd *cobra.Command, err error) string {
 	if e, ok := errors.AsType[*shard.Error](err); ok {
 		switch {
 		case len(e.Holders) > 0:
-			return fmt.Sprintf("%s (in use by %s)", inOptions(err.Error()), strings.Join(e.Holders, ", "))
+			return fmt.Sprintf("%s (in use by %s)", err, strings.Join(e.Holders, ", "))
 		case e.Code == shard.CodeUnauthorized && a.target != nil && a.target.keyFrom != "":
 			return fmt.Sprintf("%s: %s (from %s): mint another on that host with shard tokens mint", a.target.url, e.Message, a.target.keyFrom)
 		}
 	}
-	return inOptions(err.Error())
+	return err.Error()
 }
-
-// inOptions lets an answer of the API, which speaks of its fields, speak of the options that stand for them here.
-func inOptions(text string) string { return fieldsAsOptions.Replace(text) }
-
-var fieldsAsOptions = strings.NewReplacer("remove it with force", "remove it with --force", "make it, or ask for parents", "make it first",
-	"memory_mib", "--memory", "disk_mib", "--disk", "swap_mib", "--swap", "vcpus must", "--vcpus must", "on_misuse", "--on-misuse",
-	"host_port", "host port", "guest_port", "guest port", "destinations is empty: name the hosts that the value may be sent to",
-	"--dest is missing: name the hosts that the value may be sent to")
 
 // unreachable says why there is no daemon to talk to, and what to do.
 func (a *App) unreachable(e *client.DialError) string {

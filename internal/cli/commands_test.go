@@ -465,24 +465,6 @@ func TestImages(t *testing.T) {
 	}
 }
 
-// TestFieldsAsOptions: what the API says about its fields the command line says about its options.
-func TestFieldsAsOptions(t *testing.T) {
-	for said, want := range map[string]string{
-		"memory_mib must be 0 to 5":                                  "--memory must be 0 to 5",
-		"provider runc has no swap: leave swap_mib out, or 0":        "provider runc has no swap: leave --swap out, or 0",
-		"vcpus must be 0 to 5":                                       "--vcpus must be 0 to 5",
-		"guest_port 0 is not a port":                                 "guest port 0 is not a port",
-		"stop it first, or remove it with force":                     "stop it first, or remove it with --force",
-		"does not exist in the sandbox: make it, or ask for parents": "does not exist in the sandbox: make it first",
-	} {
-		d := start(t)
-		d.answer("POST /v0/sandboxes/web/start", 400, `{"error":{"code":"invalid_request","message":"`+said+`"}}`)
-		if got := run(t, d, "start", "web"); got.code != 1 || got.errs != "shard: "+want+"\n" {
-			t.Errorf("%q: %+v", said, got)
-		}
-	}
-}
-
 func TestHost(t *testing.T) {
 	d := start(t)
 	d.answer("GET /v0/version", 200, `{"version":"9.9","api_version":"v0"}`)

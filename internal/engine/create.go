@@ -225,10 +225,10 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 		to   *int64
 		most int64
 	}{
-		{"memory_mib", req.MemoryMiB, &r.MemoryMiB, shard.MaxMemoryMiB},
+		{"memory in MiB", req.MemoryMiB, &r.MemoryMiB, shard.MaxMemoryMiB},
 		{"vcpus", req.VCPUs, &r.VCPUs, 1 << 20},
-		{"disk_mib", req.DiskMiB, &r.DiskMiB, shard.MaxDiskMiB},
-		{"swap_mib", req.SwapMiB, &r.SwapMiB, shard.MaxDiskMiB},
+		{"disk in MiB", req.DiskMiB, &r.DiskMiB, shard.MaxDiskMiB},
+		{"swap in MiB", req.SwapMiB, &r.SwapMiB, shard.MaxDiskMiB},
 	} {
 		if f.from == nil {
 			continue
@@ -258,7 +258,7 @@ func checkResources(p provider.Provider, req *shard.ResourcesRequest) (shard.Res
 	case r.VCPUs > int64(runtime.NumCPU()):
 		return r, shard.Invalidf("%d vcpus are more than this host has (%d): ask for fewer", r.VCPUs, runtime.NumCPU())
 	case r.SwapMiB > 0 && !swaps:
-		return r, shard.Invalidf("provider %s has no swap: leave swap_mib out, or 0", p.Name())
+		return r, shard.Invalidf("provider %s has no swap: leave swap out, or 0", p.Name())
 	}
 	return r, nil
 }

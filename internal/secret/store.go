@@ -270,7 +270,7 @@ func (s *Store) Set(name string, req shard.PutSecretRequest, holders Holders) (*
 	case OnMisusePause, OnMisuseStop:
 		next.OnMisuse = req.OnMisuse
 	default:
-		return nil, shard.Invalidf("on_misuse %s is not known: write none, pause or stop", shard.Quote(req.OnMisuse))
+		return nil, shard.Invalidf("%s is not what can be done on misuse: write none, pause or stop", shard.Quote(req.OnMisuse))
 	}
 	if req.Placeholder != "" && req.Placeholder != next.Placeholder {
 		next.Placeholder = req.Placeholder

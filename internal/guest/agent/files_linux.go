@@ -467,7 +467,7 @@ func kernelMade(fd int) bool {
 // putError is fileError for a write, where what does not exist is a directory on the way.
 func putError(what string, err error) error {
 	if errors.Is(err, unix.ENOENT) {
-		return shard.Errorf(shard.CodeNotFound, "the directory of %s does not exist in the sandbox: make it, or ask for parents", what)
+		return shard.Errorf(shard.CodeNotFound, "the directory of %s does not exist in the sandbox: make it first", what)
 	}
 	return fileError(what, err)
 }

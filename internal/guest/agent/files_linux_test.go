@@ -246,7 +246,7 @@ func TestOwnerAndRights(t *testing.T) { // case 37
 	owned(in("open/a/b/f"), 0o640)
 	owned(in("open/a/b"), os.ModeDir|0o755)
 	owned(in("open/a"), os.ModeDir|0o755)
-	wantCode(t, "no parents", write(in("open/c/f"), false), shard.CodeNotFound, "parents")
+	wantCode(t, "no parents", write(in("open/c/f"), false), shard.CodeNotFound, "make it first")
 	wantCode(t, "root's", write(in("closed/f"), false), shard.CodeInvalidRequest, "permission denied")
 	wantCode(t, "root's parents", write(in("closed/x/f"), true), shard.CodeInvalidRequest, "permission denied")
 	wantCode(t, "secret", write(in("secret/x/f"), true), shard.CodeInvalidRequest, "permission denied")
