@@ -340,11 +340,16 @@ func (e *Engine) died(sb *sandbox, l *live) {
 	if !current {
 		return // a verb was quicker
 	}
+	sb.lastWords(l)
+	e.bury(context.WithoutCancel(e.ctx), sb, l)
+}
+
+// bury stores the end of a machine that ended by itself, and removes what it left. The caller holds the verb lock.
+func (e *Engine) bury(ctx context.Context, sb *sandbox, l *live) {
 	exit := l.inst.Exit()
 	e.Log.Info("sandbox ended by itself", "sandbox", sb.id, "oom", exit.OOM, "detail", exit.Detail)
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), teardownTime)
+	ctx, cancel := context.WithTimeout(ctx, teardownTime)
 	defer cancel()
-	sb.lastWords(l)
 	// The record first: who was told of the end must not read that it runs. The next verb waits for the rest.
 	sb.learn(ended(exit))
 	why := "the sandbox ended"

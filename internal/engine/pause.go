@@ -10,14 +10,14 @@ import (
 	"time"
 
 	"github.com/useshards/shard"
-	"github.com/useshards/shard/internal/guest"
 	"github.com/useshards/shard/internal/image"
 	"github.com/useshards/shard/internal/provider"
 )
 
 // A pause is begun when its intent is stored and done when the record says paused, which is stored while the saved machine
 // stands still; until then the machine goes on whatever fails. A resume is the other way round: its machine runs before the
-// record says so, and the next daemon takes up what it finds.
+// record says so, and the next daemon takes up what it finds. Once it runs nothing takes it back, since from then on its
+// files are no longer those that go with the memory that was saved.
 
 const (
 	// quiesceTime bounds the agent's preparation of a pause.
@@ -140,11 +140,20 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 		sb.dropCheckpoint()
 		return err
 	}
+	if errors.Is(err, provider.ErrBusy) { // the next tick settles it
+		_ = l.inst.Close()
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused, and stands still until what was begun is over: the daemon's log says why", sb.ref())
+	}
 	gone := false
 	select {
 	case <-l.inst.Done():
 		gone = true
 	default:
+	}
+	if gone && !errors.Is(err, provider.ErrLost) { // it ended before anything was saved
+		e.bury(ctx, sb, l)
+		_ = l.inst.Close()
+		return shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q has just ended", sb.ref())
 	}
 	if !gone {
 		sb.learn(func(r *record) { r.Intent = "" })
@@ -210,24 +219,27 @@ func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error)
 		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
 	}
 	defer release()
-	err = e.resume(ctx, sb, p, &rec, img)
+	inst, err := e.restore(ctx, sb, p, &rec, img)
 	if errors.Is(err, syscall.ENOSPC) && e.spendReserve() {
 		e.Log.Warn("the host's disk is full: what was kept in reserve is used for a resume", "sandbox", sb.id)
-		err = e.resume(ctx, sb, p, &rec, img)
+		inst, err = e.restore(ctx, sb, p, &rec, img)
 	}
 	if err != nil {
+		return nil, err
+	}
+	if err := e.goOn(ctx, sb, inst); err != nil {
 		return nil, err
 	}
 	s := sb.record().Sandbox
 	return &s, nil
 }
 
-// resume does the work of Resume. The caller holds the verb lock. On failure the sandbox is paused as before.
-func (e *Engine) resume(ctx context.Context, sb *sandbox, p provider.Pauser, rec *record, img *image.Image) (err error) {
+// restore starts the machine that was saved. The caller holds the verb lock. On failure the sandbox is paused as before.
+func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, rec *record, img *image.Image) (inst provider.Instance, err error) {
 	ctx, cancel := context.WithTimeout(ctx, resumeTime)
 	defer cancel()
 	if err := sb.update(func(r *record) { r.Intent = "resume" }); err != nil {
-		return err
+		return nil, err
 	}
 	var undo undo
 	defer func() {
@@ -246,41 +258,41 @@ func (e *Engine) resume(ctx context.Context, sb *sandbox, p provider.Pauser, rec
 	}()
 	spec, _, err := e.prepare(ctx, sb, rec, img, &undo)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	undo.push(func(ctx context.Context) error { return p.(provider.Provider).Destroy(ctx, spec) })
-	inst, err := p.Resume(ctx, spec, sb.checkpoint())
-	if errors.Is(err, provider.ErrForeign) {
-		return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was paused by another version of its provider, and its memory cannot be used any more: "+
+	inst, err = p.Resume(ctx, spec, sb.checkpoint())
+	switch {
+	case err == nil:
+		return inst, nil
+	case errors.Is(err, provider.ErrForeign):
+		return nil, shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was paused by another version of its provider, and its memory cannot be used any more: "+
 			"stop it, and start it with its files", sb.ref())
+	case errors.Is(err, syscall.ENOSPC):
+		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the host's disk is full", sb.ref())
 	}
-	if err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the daemon's log says why", sb.ref())
-	}
-	undo.push(func(context.Context) error { return inst.Close() })
-	greet, done := context.WithTimeout(ctx, startTime)
-	session, err := connect(greet, inst, rec)
-	done()
-	if err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: its agent did not answer", sb.ref())
-	}
-	undo.push(func(context.Context) error { return session.Close() })
-	if err := sb.update(func(r *record) {
-		now := time.Now().UTC().Truncate(time.Microsecond)
-		r.Sandbox.State, r.Handle, r.Intent, r.ResumedAt = shard.StateRunning, inst.Handle(), "", &now
-	}); err != nil {
-		return err
-	}
-	e.goOn(sb, newLive(inst), session)
-	sb.dropCheckpoint()
-	return nil
+	return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the daemon's log says why", sb.ref())
 }
 
-// goOn takes a machine up that went on where it was paused, with its session.
-func (e *Engine) goOn(sb *sandbox, l *live, session *guest.Session) {
+// goOn takes up a machine that goes on where it was paused. Whether that can be stored, and whether the agent answers, changes
+// nothing any more: it runs. The caller holds the verb lock.
+func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) error {
+	ctx, cancel := context.WithTimeout(ctx, startTime)
+	defer cancel()
+	session, err := connect(ctx, inst, sb.record())
+	l := newLive(inst)
 	sb.mu.Lock()
 	sb.live = l // who wants a session waits for it
 	sb.mu.Unlock()
+	sb.learn(func(r *record) {
+		r.Sandbox.State, r.Handle = shard.StateRunning, inst.Handle()
+		resumed(r)
+	})
+	sb.dropCheckpoint()
+	if err != nil {
+		e.enliven(sb, l) // its watch finds out whether it answers later, or has ended
+		return shard.Wrap(shard.CodeTimeout, err, "sandbox %q was resumed, and its agent does not answer: if that stays so stop it, and start it with its files", sb.ref())
+	}
 	e.resumeProcesses(sb, session)
 	e.resumeCommands(sb, session) // ends those that the pause ended
 	sb.mu.Lock()
@@ -288,6 +300,13 @@ func (e *Engine) goOn(sb *sandbox, l *live, session *guest.Session) {
 	close(l.ready)
 	sb.mu.Unlock()
 	e.enliven(sb, l)
+	return nil
+}
+
+// resumed changes a record to that of a sandbox of which the memory that was saved is in use again.
+func resumed(r *record) {
+	now := time.Now().UTC().Truncate(time.Microsecond)
+	r.Intent, r.ResumedAt = "", &now
 }
 
 // settle finds out what became of a pause or a resume that an earlier daemon did not finish. The caller holds the verb lock, or
@@ -301,7 +320,13 @@ func (e *Engine) settle(ctx context.Context, sb *sandbox) error {
 	handle, err := p.Settle(ctx, sb.spec(rec))
 	switch {
 	case err == nil:
-		sb.learn(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, handle, "" })
+		sb.learn(func(r *record) {
+			r.Sandbox.State, r.Handle = shard.StateRunning, handle
+			if r.Intent == "resume" {
+				resumed(r)
+			}
+			r.Intent = ""
+		})
 	case !errors.Is(err, provider.ErrGone):
 		return fmt.Errorf("settle the %s: %w", rec.Intent, err)
 	case rec.Intent == "resume": // and it stays paused

@@ -177,8 +177,14 @@ func (s *stranger) Exited(guest.Exit) {
 
 func (*stranger) Broken(error) {}
 
-// loadCommands reads the commands that an earlier daemon held for a sandbox.
+// loadCommands reads the commands that an earlier daemon held for a sandbox, unless this one holds them.
 func (e *Engine) loadCommands(sb *sandbox) {
+	sb.mu.Lock()
+	held := sb.commands != nil
+	sb.mu.Unlock()
+	if held {
+		return
+	}
 	entries, _ := os.ReadDir(filepath.Join(sb.dir, "execs"))
 	for _, entry := range entries {
 		c, err := e.loadCommand(sb, entry.Name())

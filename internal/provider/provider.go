@@ -36,13 +36,13 @@ type Provider interface {
 type Pauser interface {
 	// Pause saves the machine into the empty directory dir and ends it. commit is called when all is on the disk and the
 	// machine stands still; only once it has returned nil is the machine ended. When it or anything before it fails the
-	// machine runs on and dir is empty, else the error is ErrLost.
+	// machine runs on and dir is empty, else the error is ErrLost, or ErrBusy: Settle lets it go on when that is possible.
 	Pause(ctx context.Context, inst Instance, dir string, commit func() error) error
 	// Resume starts the machine that Pause saved into dir, which stays as it is. spec.Root must hold the files as they were.
-	// It is otherwise like Start.
+	// It is otherwise like Start. When it returns the guest runs, and its files are no longer those of dir.
 	Resume(ctx context.Context, spec Spec, dir string) (Instance, error)
-	// Settle finds out what became of a Pause or a Resume whose daemon ended before it did, and returns the handle of the
-	// machine, which runs, or ErrGone. ErrBusy: a runtime program that the daemon left is still at it.
+	// Settle finds out what became of a Pause or a Resume that was not finished, most often because its daemon ended, and
+	// returns the handle of the machine, which runs, or ErrGone. ErrBusy: a runtime program is still at it, or the machine.
 	Settle(ctx context.Context, spec Spec) (json.RawMessage, error)
 }
 
@@ -130,10 +130,16 @@ var ErrGone = errors.New("the machine is gone")
 var ErrLost = errors.New("the machine was lost while it was saved")
 
 // ErrBusy says that something begun earlier is not over yet.
-var ErrBusy = errors.New("a program that an earlier daemon started is still at work")
+var ErrBusy = errors.New("what was begun on the machine earlier is still under way")
 
 // ErrForeign says that a machine was saved, or started, by another version of the provider: this one cannot go on with it.
 var ErrForeign = errors.New("the machine is of another version of the provider")
+
+// Info is what clients see of p.
+func (r Report) Info(p Provider, isDefault bool) shard.ProviderInfo {
+	return shard.ProviderInfo{Name: p.Name(), Available: r.Available, Reason: r.Reason, Version: r.Version, Default: isDefault,
+		Capabilities: CapabilitiesOf(p)}
+}
 
 // CapabilitiesOf derives the public capabilities from what p implements, so that they cannot lie.
 func CapabilitiesOf(p Provider) shard.Capabilities {

@@ -1,7 +1,7 @@
 // Command shard-runsc is gVisor's runsc, built from a pinned module with the commands that the gvisor provider uses and
 // nothing else. It differs from stock runsc in four ways: the seccomp programs of the configuration we run are compiled
 // beforehand (saves about 30 ms a start); a sandbox sees the bounds of its OCI resources even with --ignore-cgroups,
-// because the daemon owns the cgroups; saving one is safe (save.go); and the sidecar binaries are not embedded (36 MB instead of 83).
+// because the daemon owns the cgroups; saving one is safe (save.go, settle.go); and the sidecar binaries are not embedded (36 MB instead of 83).
 package main
 
 import (
@@ -27,7 +27,7 @@ func main() {
 		new(cmd.List):         oci,
 		new(cmd.Delete):       oci,
 		new(save):             oci,
-		new(cmd.Resume):       oci,
+		new(settle):           oci,
 		new(cmd.Restore):      oci,
 		new(cmd.Features):     oci,
 		new(boot):             inner,

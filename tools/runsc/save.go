@@ -8,7 +8,6 @@ import (
 	"gvisor.dev/gvisor/runsc/cmd"
 	"gvisor.dev/gvisor/runsc/cmd/util"
 	"gvisor.dev/gvisor/runsc/config"
-	"gvisor.dev/gvisor/runsc/container"
 	"gvisor.dev/gvisor/runsc/flag"
 	"gvisor.dev/gvisor/runsc/sandbox"
 )
@@ -37,7 +36,7 @@ func (s *save) Execute(_ context.Context, f *flag.FlagSet, args ...any) subcomma
 		return subcommands.ExitUsageError
 	}
 	conf := args[0].(*config.Config)
-	c, err := container.Load(conf.RootDir, container.FullID{SandboxID: f.Arg(0), ContainerID: f.Arg(0)}, container.LoadOpts{Exact: true})
+	c, err := load(conf, f)
 	if err != nil {
 		return util.Errorf("loading container: %v", err)
 	}

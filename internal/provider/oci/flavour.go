@@ -20,12 +20,6 @@ import (
 	"github.com/useshards/shard/internal/provider"
 )
 
-// The flavours of New.
-const (
-	Runc   = "runc"
-	GVisor = "gvisor"
-)
-
 // flavour is what differs between the runtimes.
 type flavour struct {
 	name string
@@ -53,8 +47,8 @@ type flavour struct {
 }
 
 var flavours = map[string]flavour{
-	Runc: {
-		name:     Runc,
+	shard.ProviderRunc: {
+		name:     shard.ProviderRunc,
 		flags:    func(provider.Spec) []string { return nil },
 		adjust:   adjustRunc,
 		limits:   runcLimits,
@@ -64,8 +58,8 @@ var flavours = map[string]flavour{
 		loopback: true,
 		install:  "install runc 1.1 or later",
 	},
-	GVisor: {
-		name:         GVisor,
+	shard.ProviderGVisor: {
+		name:         shard.ProviderGVisor,
 		flags:        gvisorFlags,
 		adjust:       adjustGVisor,
 		limits:       gvisorLimits,
@@ -210,8 +204,7 @@ func gofer(i *Instance) ([]process, error) {
 
 // gvisorState is what shard-runsc notes of a machine.
 type gvisorState struct {
-	GoferPID int    `json:"goferPid"`
-	Status   string `json:"status"`
+	GoferPID int `json:"goferPid"`
 }
 
 func (p *OCI) state(spec provider.Spec) (state gvisorState, err error) {

@@ -178,6 +178,11 @@ func (i *Instance) launch(ctx context.Context, most time.Duration, agent, verb s
 		}
 		return fmt.Errorf("the runtime failed: %w: %s", err, complaint(spec))
 	}
+	return i.take(dir)
+}
+
+// take finds the machine that the runtime left running, and watches it.
+func (i *Instance) take(dir string) error {
 	if err := i.find(dir); err != nil {
 		return err
 	}
@@ -195,8 +200,12 @@ func (i *Instance) find(dir string) error {
 		return fmt.Errorf("the machine ended at once: %w: %s", err, complaint(i.spec))
 	}
 	// The number could have been given to another program since; only one of ours is in the group.
-	if pids, err := i.group.Procs(); err != nil || !slices.Contains(pids, pid) {
-		return fmt.Errorf("the machine ended at once: process %d is not in its control group (%w): %s", pid, err, complaint(i.spec))
+	pids, err := i.group.Procs()
+	if err == nil && !slices.Contains(pids, pid) {
+		err = errNoProcess
+	}
+	if err != nil {
+		return fmt.Errorf("the machine ended at once: look for process %d in its control group: %w: %s", pid, err, complaint(i.spec))
 	}
 	i.handle = handle{Version: handleVersion, Provider: i.p.flavour.name, Main: main}
 	if i.p.flavour.helpers != nil {
@@ -261,6 +270,23 @@ func (i *Instance) follow(main *os.File) {
 		i.exit.Detail = strings.TrimSpace(*why + " " + i.exit.Detail)
 	}
 	close(i.done)
+}
+
+// dying says whether the machine is ending, and waits until it has, or ctx ends.
+func (i *Instance) dying(ctx context.Context) bool {
+	main, err := i.handle.Main.open()
+	if err == nil {
+		_ = main.Close()
+	}
+	if !errors.Is(err, errNoProcess) && i.ending.Load() == nil {
+		return false
+	}
+	select {
+	case <-i.done:
+		return true
+	case <-ctx.Done():
+		return false
+	}
 }
 
 // followOOM ends the whole machine when the kernel has killed a part of it: a program that lost one of its processes at

@@ -9,7 +9,9 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"time"
 
@@ -21,6 +23,10 @@ import (
 const (
 	// saveTime bounds a pause: memory goes to the disk at the disk's speed. So does it come back.
 	saveTime = 10 * time.Minute
+	// settleTime bounds the wait for a machine that is to go on; who waits in vain tries again.
+	settleTime = 10 * time.Second
+	// exitNoGuest is what "settle" of the runtime program says of a machine without a guest.
+	exitNoGuest = 9
 	// busyName is a file in Spec.Dir that is locked while a pause or a resume is under way: by this program, and by the
 	// runtime program at work, which outlives it.
 	busyName = "busy"
@@ -52,14 +58,16 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 		if err == nil {
 			return
 		}
-		err = fmt.Errorf("pause %s: %w", i.spec.ID, errors.Join(err, clearDir(dir)))
-		if lost := p.unpause(context.WithoutCancel(ctx), i.spec); lost != nil {
-			err = errors.Join(err, lost)
-		}
-		select {
-		case <-i.done:
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanup)
+		defer cancel()
+		unsettled := p.settle(ctx, i.spec, busy) // first: until then it may still write
+		err = fmt.Errorf("pause %s: %w", i.spec.ID, errors.Join(err, unsettled, clearDir(dir)))
+		switch {
+		case unsettled == nil:
+		case i.dying(ctx):
 			err = fmt.Errorf("%w: %w", provider.ErrLost, err)
 		default:
+			err = fmt.Errorf("%w: %w", provider.ErrBusy, err)
 		}
 	}()
 	if _, err := os.Stat(filepath.Join(i.spec.Dir, agentName)); err != nil { // it could not be resumed
@@ -101,7 +109,11 @@ func (p pauser) Resume(ctx context.Context, spec provider.Spec, dir string) (pro
 	defer func() { _ = busy.Close() }()
 	inst, err := p.make(ctx, spec, func(i *Instance) error {
 		i.inherits = []*os.File{busy}
-		return i.launch(ctx, saveTime, filepath.Join(spec.Dir, agentName), "restore", "--image-path", dir)
+		err := i.launch(ctx, saveTime, filepath.Join(spec.Dir, agentName), "restore", "--image-path", dir)
+		if exit, failed := errors.AsType[*exec.ExitError](err); failed && !exit.Exited() && p.settle(ctx, spec, busy) == nil {
+			return i.take(filepath.Join(spec.Dir, bundleName)) // it was killed when the guest ran, or was about to
+		}
+		return err
 	})
 	if err != nil && ctx.Err() == nil && p.foreign(ctx, dir) {
 		err = fmt.Errorf("%w: %w", provider.ErrForeign, err)
@@ -122,10 +134,14 @@ func (p pauser) Settle(ctx context.Context, spec provider.Spec) (json.RawMessage
 	} else if err != nil {
 		return nil, err
 	}
-	if err := i.find(filepath.Join(spec.Dir, bundleName)); err != nil {
+	err = i.find(filepath.Join(spec.Dir, bundleName))
+	if errors.Is(err, errNoProcess) || errors.Is(err, fs.ErrNotExist) || errors.Is(err, strconv.ErrSyntax) { // of a pid file half written
 		return nil, fmt.Errorf("%w: %w", provider.ErrGone, err)
 	}
-	if err := p.unpause(ctx, spec); err != nil {
+	if err == nil {
+		err = p.settle(ctx, spec, busy)
+	}
+	if err != nil {
 		return nil, err
 	}
 	return i.Handle(), nil
@@ -150,19 +166,24 @@ func (p pauser) lock(spec provider.Spec) (*os.File, error) {
 	return f, nil
 }
 
-// unpause lets a machine go on that a runtime program has stopped, and does nothing for one that runs, or is gone. The caller
-// holds the lock.
-func (p pauser) unpause(ctx context.Context, spec provider.Spec) error {
-	state, err := p.state(spec)
-	if err != nil || state.Status != "paused" {
-		return nil // nothing is known to be paused: a machine that is gone is found out by others
-	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
+// settle makes a machine go on that a runtime program has stopped or is restoring, whatever became of that program: then it
+// waits while the machine is at it. ErrGone: there is no guest. ErrBusy: it did not do so within settleTime. The caller
+// holds the lock, and so does the program.
+func (p pauser) settle(ctx context.Context, spec provider.Spec, busy *os.File) error {
+	ctx, cancel := context.WithTimeout(ctx, settleTime)
 	defer cancel()
-	if err := p.command(ctx, spec, "resume", runtimeID).Run(); err != nil {
-		return fmt.Errorf("let the machine go on: %w: %s", err, complaint(spec))
+	cmd := p.command(ctx, spec, "settle", runtimeID)
+	cmd.ExtraFiles = []*os.File{busy}
+	err := cmd.Run()
+	switch exit, _ := errors.AsType[*exec.ExitError](err); {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		err = errors.Join(provider.ErrBusy, ctx.Err())
+	case exit != nil && exit.ExitCode() == exitNoGuest:
+		err = provider.ErrGone
 	}
-	return nil
+	return fmt.Errorf("let the machine go on: %w: %s", err, complaint(spec))
 }
 
 func (p pauser) writeVersion(ctx context.Context, dir string) error {
