@@ -36,6 +36,21 @@ func pattern(expr string) func(string) bool {
 	return func(s string) bool { return compile().MatchString(s) }
 }
 
+// The providers of this version. gVisor is the default: it isolates, and works on every Linux host. runc isolates nothing
+// and is never picked.
+const (
+	ProviderGVisor = "gvisor"
+	ProviderRunc   = "runc"
+)
+
+// CheckProvider refuses the name of a provider that this version does not have.
+func CheckProvider(name string) error {
+	if name != ProviderGVisor && name != ProviderRunc {
+		return Invalidf("there is no provider %s: choose %s or %s", Quote(name), ProviderGVisor, ProviderRunc)
+	}
+	return nil
+}
+
 // MinPrefix is the shortest id prefix that may stand for a sandbox or snapshot, in characters.
 const MinPrefix = 4
 

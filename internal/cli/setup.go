@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -237,8 +236,10 @@ func (a *App) plan(ctx context.Context, o *setupOptions, old *setup.Plan, asks *
 	if !unitWord(p.Root) {
 		return nil, usagef("--root %s: a service needs a path without spaces, quotes, %%, $ and ;", shard.Quote(p.Root))
 	}
-	if p.Provider != "" && !slices.Contains([]string{"gvisor", "runc"}, p.Provider) {
-		return nil, usagef("there is no provider %s: choose gvisor or runc", shard.Quote(p.Provider))
+	if p.Provider != "" {
+		if err := shard.CheckProvider(p.Provider); err != nil {
+			return nil, usagef("%s", err)
+		}
 	}
 	return &p, nil
 }

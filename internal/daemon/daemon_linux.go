@@ -234,7 +234,7 @@ func closeHost(network *netns.Net, e *engine.Engine, tag string) error {
 func providers(cgroups *cgroup.Manager, tag, shared string, log *slog.Logger) ([]provider.Provider, error) {
 	programs := oci.FindPrograms()
 	var out []provider.Provider
-	for _, f := range []struct{ name, runtime string }{{oci.GVisor, programs.Runsc}, {oci.Runc, programs.Runc}} {
+	for _, f := range []struct{ name, runtime string }{{shard.ProviderGVisor, programs.Runsc}, {shard.ProviderRunc, programs.Runc}} {
 		p, err := oci.New(f.name, oci.Options{Runtime: f.runtime, Init: programs.Init,
 			RunDir: filepath.Join("/run/shard", tag, f.name), Shared: shared, Cgroups: cgroups, Log: log})
 		if err != nil {
@@ -260,9 +260,7 @@ func Probe(ctx context.Context) []shard.ProviderInfo {
 	}
 	var out []shard.ProviderInfo
 	for _, p := range all {
-		report := p.Probe(ctx)
-		out = append(out, shard.ProviderInfo{Name: p.Name(), Available: report.Available, Reason: report.Reason,
-			Version: report.Version, Default: p.Name() == defaultProvider, Capabilities: provider.CapabilitiesOf(p)})
+		out = append(out, p.Probe(ctx).Info(p, p.Name() == shard.ProviderGVisor))
 		_ = os.RemoveAll(filepath.Join("/run/shard", tag, p.Name()))
 	}
 	return out

@@ -27,9 +27,6 @@ type Options struct {
 	Log           *slog.Logger
 }
 
-// defaultProvider is what isolates and works on every Linux host. runc isolates nothing and is never picked.
-const defaultProvider = "gvisor"
-
 func (o *Options) check() error {
 	if !filepath.IsAbs(o.Root) || filepath.Clean(o.Root) == "/" {
 		return shard.Invalidf("root %s is not an absolute path of a directory", shard.Quote(o.Root))
@@ -38,14 +35,11 @@ func (o *Options) check() error {
 	if len(o.Root) > MaxRoot {
 		return shard.Invalidf("root %s is longer than %d bytes: choose a shorter path", o.Root, MaxRoot)
 	}
-	switch o.Provider {
-	case "":
-		o.Provider = defaultProvider
-	case "gvisor", "runc":
-	case "sysbox", "firecracker", "vz":
-		return shard.Errorf(shard.CodeUnsupported, "provider %s is not part of this version: choose gvisor or runc", o.Provider)
-	default:
-		return shard.Invalidf("there is no provider %s: choose gvisor or runc", shard.Quote(o.Provider))
+	if o.Provider == "" {
+		o.Provider = shard.ProviderGVisor
+	}
+	if err := shard.CheckProvider(o.Provider); err != nil {
+		return err
 	}
 	for _, a := range o.DNS {
 		if addr, err := netip.ParseAddr(a); err != nil || addr.Is4In6() || addr.Zone() != "" {

@@ -508,9 +508,7 @@ func (e *Engine) probe(ctx context.Context, p provider.Provider) provider.Report
 func (e *Engine) ListProviders(ctx context.Context) []shard.ProviderInfo {
 	out := make([]shard.ProviderInfo, 0, len(e.Providers))
 	for _, p := range e.Providers {
-		report := e.probe(ctx, p)
-		out = append(out, shard.ProviderInfo{Name: p.Name(), Available: report.Available, Reason: report.Reason,
-			Version: report.Version, Default: p.Name() == e.Default, Capabilities: provider.CapabilitiesOf(p)})
+		out = append(out, e.probe(ctx, p).Info(p, p.Name() == e.Default))
 	}
 	return out
 }

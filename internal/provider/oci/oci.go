@@ -82,7 +82,7 @@ type OCI struct {
 
 var idPattern = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
 
-// New makes the provider of a flavour: Runc or GVisor. It is a provider.Pauser if the runtime can save machines.
+// New makes the provider of a flavour, by its name. It is a provider.Pauser if the runtime can save machines.
 func New(name string, o Options) (provider.Provider, error) {
 	f, ok := flavours[name]
 	if !ok {

@@ -62,7 +62,7 @@ func open(t testing.TB, name string) *OCI {
 		}
 	})
 	o := Options{Runtime: found.Runc, Init: found.Init, RunDir: run, Cgroups: cgroups, Log: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))}
-	if name == GVisor {
+	if name == shard.ProviderGVisor {
 		o.Runtime = found.Runsc
 	}
 	p, err := New(name, o)
@@ -79,7 +79,7 @@ func open(t testing.TB, name string) *OCI {
 }
 
 func eachFlavour(t *testing.T, test func(t *testing.T, p *OCI)) {
-	for _, name := range []string{Runc, GVisor} {
+	for _, name := range []string{shard.ProviderRunc, shard.ProviderGVisor} {
 		t.Run(name, func(t *testing.T) { test(t, open(t, name)) })
 	}
 }
@@ -167,7 +167,7 @@ func floor(b *testing.B, p *OCI) time.Duration {
 
 // BenchmarkStart is Start until the agent answers beside the runtime's own share of it, and Kill until nothing is left.
 func BenchmarkStart(b *testing.B) {
-	for _, name := range []string{Runc, GVisor} {
+	for _, name := range []string{shard.ProviderRunc, shard.ProviderGVisor} {
 		b.Run(name, func(b *testing.B) {
 			p := open(b, name)
 			var alone, answered, removed []time.Duration
@@ -215,7 +215,7 @@ func TestProbe(t *testing.T) {
 }
 
 func TestConformance(t *testing.T) {
-	for _, name := range []string{Runc, GVisor} {
+	for _, name := range []string{shard.ProviderRunc, shard.ProviderGVisor} {
 		t.Run(name, func(t *testing.T) {
 			providertest.Run(t, func(t *testing.T) (provider.Provider, *providertest.Env) {
 				p := open(t, name)
@@ -354,8 +354,8 @@ func environment(p *OCI) *providertest.Env {
 			}
 			return found
 		},
-		SharedKernel: p.Name() == Runc,
-		ShowsBounds:  p.Name() == GVisor,
+		SharedKernel: p.Name() == shard.ProviderRunc,
+		ShowsBounds:  p.Name() == shard.ProviderGVisor,
 	}
 	signal := func(of func(handle) int, s unix.Signal) func(testing.TB, provider.Instance) {
 		return func(t testing.TB, i provider.Instance) {
@@ -369,7 +369,7 @@ func environment(p *OCI) *providertest.Env {
 		{Name: "main process killed", Do: signal(first, unix.SIGKILL), Ends: true},
 		{Name: "main process stopped", Do: signal(first, unix.SIGSTOP)},
 	}
-	if p.Name() == GVisor {
+	if p.Name() == shard.ProviderGVisor {
 		gofer := func(h handle) int { return h.Helpers[0].PID }
 		env.Injuries = append(env.Injuries,
 			providertest.Injury{Name: "gofer killed", Do: signal(gofer, unix.SIGKILL), Ends: true},
