@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"golang.org/x/term"
+
+	"github.com/useshards/shard/internal/durable"
 )
 
 // setupRemote sees whether a shard serve answers and takes the key, says what it can do, and saves it if that is wanted.
@@ -115,16 +117,7 @@ func (a *App) saveConnection(c connection) (string, error) {
 	if err := os.Chmod(dir, 0o700); err != nil { // a directory
 		return "", fmt.Errorf("save the connection: %w", err)
 	}
-	f, err := os.CreateTemp(dir, ".config-") // 0600
-	if err != nil {
-		return "", fmt.Errorf("save the connection: %w", err)
-	}
-	defer os.Remove(f.Name()) // gone after the rename
-	_, err = f.Write(append(data, '\n'))
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return "", fmt.Errorf("save the connection: %w", err)
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
+	if err := durable.WriteFile(path, append(data, '\n'), 0o600); err != nil {
 		return "", fmt.Errorf("save the connection: %w", err)
 	}
 	return path, nil

@@ -23,6 +23,7 @@ import (
 	"github.com/useshards/shard"
 	"github.com/useshards/shard/internal/api"
 	"github.com/useshards/shard/internal/cgroup"
+	"github.com/useshards/shard/internal/durable"
 	"github.com/useshards/shard/internal/egress"
 	"github.com/useshards/shard/internal/engine"
 	"github.com/useshards/shard/internal/image"
@@ -58,9 +59,10 @@ func Run(ctx context.Context, o Options) (err error) {
 		return shard.Wrap(shard.CodeInternal, err, "could not lock root %s", o.Root)
 	}
 	defer lock.Close()
+	durable.Sweep(o.Root)
 	log := o.Log
 	pidFile := filepath.Join(o.Root, "daemon.pid")
-	if err := store.WriteVolatile(pidFile, []byte(strconv.Itoa(os.Getpid())+"\n")); err != nil {
+	if err := durable.WriteFile(pidFile, []byte(strconv.Itoa(os.Getpid())+"\n"), 0o600); err != nil {
 		log.Warn("there is no pid file", "err", err) // on a full disk only a daemon that runs can remove sandboxes
 	}
 	defer os.Remove(pidFile)

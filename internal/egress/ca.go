@@ -18,6 +18,8 @@ import (
 	"path/filepath"
 	"sync"
 	"time"
+
+	"github.com/useshards/shard/internal/durable"
 )
 
 const (
@@ -53,6 +55,7 @@ func OpenCA(dir string) (*CA, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the directory of the proxy's authority: %w", err)
 	}
+	durable.Sweep(dir)
 	certFile, keyFile := filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key")
 	keyPEM, err := os.ReadFile(keyFile)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -61,7 +64,7 @@ func OpenCA(dir string) (*CA, error) {
 		}
 		if keyPEM, err = makeKey(); err == nil {
 			// The key first: a key without a certificate is taken up below, after a crash between the two.
-			err = writeFile(keyFile, keyPEM, 0o600)
+			err = durable.WriteFile(keyFile, keyPEM, 0o600)
 		}
 	}
 	if err != nil {
@@ -74,7 +77,7 @@ func OpenCA(dir string) (*CA, error) {
 	certPEM, err := os.ReadFile(certFile)
 	if errors.Is(err, fs.ErrNotExist) {
 		if certPEM, err = makeAuthority(key); err == nil {
-			err = writeFile(certFile, certPEM, 0o644)
+			err = durable.WriteFile(certFile, certPEM, 0o644)
 		}
 	}
 	if err != nil {
@@ -220,26 +223,4 @@ func parseCertificate(data []byte) (*x509.Certificate, error) {
 		return nil, errors.New("the file holds no certificate")
 	}
 	return x509.ParseCertificate(block.Bytes)
-}
-
-// writeFile writes a file that is whole, or not there, after a crash.
-func writeFile(path string, data []byte, mode fs.FileMode) error {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, ".new-*")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name()) // gone already where all went well
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Chmod(mode), f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/durable"
 )
 
 // certificates is where the server's certificate comes from.
@@ -191,16 +192,7 @@ func makeCA(crt, keyFile string) error {
 }
 
 func writePEM(path string, mode os.FileMode, kind string, der []byte) error {
-	f, err := os.CreateTemp(filepath.Dir(path), ".new-")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name())
-	err = errors.Join(f.Chmod(mode), pem.Encode(f, &pem.Block{Type: kind, Bytes: der}), f.Sync(), f.Close())
-	if err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
+	return durable.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), mode)
 }
 
 func newTemplate(name string, life time.Duration) *x509.Certificate {

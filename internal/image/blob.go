@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/durable"
 )
 
 const (
@@ -153,7 +154,7 @@ func (s *Store) download(ctx context.Context, r *remote, ref name.Reference, d v
 	if err := os.Rename(part, s.blobPath(digest)); err != nil {
 		return err
 	}
-	return syncDir(s.path("blobs"))
+	return durable.SyncDir(s.path("blobs"))
 }
 
 func worthRetrying(err error) bool {

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard/internal/durable"
 )
 
 const (
@@ -101,7 +103,7 @@ func (s *Store) writeRecord(path string, v any) error {
 		_ = os.Remove(f.Name())
 		return fmt.Errorf("write record %s: %w", filepath.Base(path), err)
 	}
-	return syncDir(filepath.Dir(path))
+	return durable.SyncDir(filepath.Dir(path))
 }
 
 // readRecord reads a record of the version we know into v.
@@ -123,14 +125,6 @@ func readRecord(path string, v any) error {
 		return fmt.Errorf("record %s has version %d, this daemon reads %d", filepath.Base(path), head.Version, recordVersion)
 	}
 	return json.Unmarshal(data, v)
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
 
 // readImage reads the record of an image and checks that it is about digest.

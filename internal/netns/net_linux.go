@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/durable"
 )
 
 const leaseName = "leases.json" // no sandbox id holds a dot
@@ -406,37 +407,13 @@ func (n *Net) save() error {
 		err = n.fault("save")
 	}
 	if err == nil {
-		err = writeFile(filepath.Join(n.cfg.Dir, leaseName), data)
+		err = durable.WriteFile(filepath.Join(n.cfg.Dir, leaseName), data, 0o600)
 	}
 	if err != nil {
 		return fmt.Errorf("write leases: %w", err)
 	}
 	n.saved = gen
 	return nil
-}
-
-// writeFile replaces path by data, wholly or not at all, whatever fails.
-func writeFile(path string, data []byte) error {
-	temp := path + ".new"
-	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(temp, path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(temp))
-	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // Detach takes id's network away but keeps its lease. No packet passes once it returns; namespace and link go in the

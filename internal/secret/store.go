@@ -18,7 +18,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/useshards/shard"
-	"github.com/useshards/shard/internal/store"
+	"github.com/useshards/shard/internal/durable"
 )
 
 const format = 1
@@ -73,7 +73,7 @@ func Open(dir string, key *Key, log *slog.Logger) (*Store, error) {
 	if err := os.Chmod(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("close the directory of secrets to others: %w", err)
 	}
-	store.SweepTemporary(dir)
+	durable.Sweep(dir)
 	files, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("read the directory of secrets: %w", err)
@@ -176,7 +176,7 @@ func (s *Store) write(sec *Secret) error {
 	if err != nil {
 		return err
 	}
-	return store.WriteFile(filepath.Join(s.dir, sec.Name), append(data, '\n'))
+	return durable.WriteFile(filepath.Join(s.dir, sec.Name), append(data, '\n'), 0o600)
 }
 
 // replace changes one entry in memory; nil removes it. The caller holds change.
@@ -323,7 +323,7 @@ func (s *Store) Remove(name string, force bool, holders Holders) error {
 	}
 	if err == nil {
 		s.replace(name, nil) // gone from the disk: no request may still use it, whatever comes now
-		err = store.SyncDir(s.dir)
+		err = durable.SyncDir(s.dir)
 	}
 	if err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "could not remove secret %s", name)

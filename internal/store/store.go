@@ -10,10 +10,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard/internal/durable"
 )
 
 // Records is a directory of records of one type: <dir>/<key>/<file>. The caller checks keys: they become path elements.
@@ -56,13 +57,13 @@ func (r *Records[T]) Put(key string, v *T) error {
 	dir := r.Dir(key)
 	switch err := os.Mkdir(dir, 0o700); {
 	case err == nil:
-		if err := SyncDir(r.dir); err != nil {
+		if err := durable.SyncDir(r.dir); err != nil {
 			return err
 		}
 	case !errors.Is(err, fs.ErrExist):
 		return fmt.Errorf("make the directory of record %s: %w", key, err)
 	}
-	return WriteFile(filepath.Join(dir, r.file), append(data, '\n'))
+	return durable.WriteFile(filepath.Join(dir, r.file), append(data, '\n'), 0o600)
 }
 
 // Get reads a record; fs.ErrNotExist when there is none.
@@ -93,7 +94,8 @@ func (r *Records[T]) Get(key string) (*T, error) {
 }
 
 // All reads every record. One that cannot be read harms no other: it is named in the second result. A directory without
-// a record file is what a create or a remove left when the host crashed; it is returned in the third.
+// a record file is what a create or a remove left when the host crashed; it is returned in the third. It also removes what
+// interrupted writes left: nobody may write yet.
 func (r *Records[T]) All() (map[string]*T, []Unreadable, []string, error) {
 	entries, err := os.ReadDir(r.dir)
 	if err != nil {
@@ -106,6 +108,7 @@ func (r *Records[T]) All() (map[string]*T, []Unreadable, []string, error) {
 		if !e.IsDir() {
 			continue
 		}
+		durable.Sweep(r.Dir(e.Name()))
 		v, err := r.Get(e.Name())
 		switch {
 		case err == nil:
@@ -126,75 +129,13 @@ func (r *Records[T]) Delete(key string) error {
 	if err := os.Remove(filepath.Join(dir, r.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove record %s: %w", key, err)
 	}
-	if err := SyncDir(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := durable.SyncDir(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return fmt.Errorf("remove the directory of record %s: %w", key, err)
 	}
 	return nil
-}
-
-const temporary = ".tmp-"
-
-// WriteFile replaces path by data: temporary file, fsync, rename, fsync of the directory. Mode 0600.
-func WriteFile(path string, data []byte) error {
-	dir := filepath.Dir(path)
-	if err := replace(path, data, true); err != nil {
-		return err
-	}
-	return SyncDir(dir)
-}
-
-// WriteVolatile is WriteFile without the fsyncs: it survives the death of the process, not of the host.
-func WriteVolatile(path string, data []byte) error { return replace(path, data, false) }
-
-func replace(path string, data []byte, sync bool) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), temporary)
-	if err != nil {
-		return fmt.Errorf("write %s: %w", filepath.Base(path), err)
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	if _, err = f.Write(data); err == nil && sync {
-		err = f.Sync()
-	}
-	if e := f.Close(); err == nil {
-		err = e
-	}
-	if err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return fmt.Errorf("write %s: %w", filepath.Base(path), err)
-	}
-	return nil
-}
-
-// SyncDir makes the names in dir durable.
-func SyncDir(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("sync directory: %w", err)
-	}
-	return nil
-}
-
-// SweepTemporary removes what interrupted writes left in dir.
-func SweepTemporary(dir string) {
-	entries, _ := os.ReadDir(dir)
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), temporary) {
-			_ = os.Remove(filepath.Join(dir, e.Name()))
-		}
-	}
 }
 
 // ErrHeld says that another process holds the lock.

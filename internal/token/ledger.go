@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard/internal/durable"
 )
 
 const (
@@ -197,7 +199,7 @@ func (l *Ledger) write(data []byte, old os.FileInfo) (err error) {
 	if err := os.Rename(temp, l.path); err != nil {
 		return err
 	}
-	return syncDir(filepath.Dir(l.path))
+	return durable.SyncDir(filepath.Dir(l.path))
 }
 
 func (l *Ledger) read() ([]byte, os.FileInfo, error) {
