@@ -1,0 +1,235 @@
+package test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/useshards/shard"
+	"github.com/useshards/shard/internal/testenv"
+)
+
+// counting is a program that counts in its memory alone, and says each number in a file and in its log. Where memory and files
+// stop agreeing, a number comes twice or is missing.
+const counting = `i=0; while :; do i=$((i+1)); echo $i >>/count; echo $i; sleep 0.01; done`
+
+// counts starts the program as the process "count" of a sandbox.
+func counts(t *testing.T, d *testenv.Daemon, box string) {
+	t.Helper()
+	mustRun(t, connect(t, d), box, shard.RunRequest{Name: p("count"), Command: script(counting), Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
+}
+
+// countedOn checks what the program of counts has said so far, and that it goes on; it returns the last number.
+func countedOn(t *testing.T, d *testenv.Daemon, box string) (last int) {
+	t.Helper()
+	check := func(where, text string) int {
+		t.Helper()
+		n := 0
+		for line := range strings.Lines(text) {
+			if !strings.HasSuffix(line, "\n") {
+				break
+			}
+			if n++; strings.TrimSpace(line) != fmt.Sprint(n) {
+				t.Fatalf("%s: where %d should come it says %q", where, n, line)
+			}
+		}
+		return n
+	}
+	before := check("its file", sh(t, d, box, "cat /count")+"\n")
+	testenv.Eventually(t, "the program counts on", func() (bool, string) {
+		last = check("its file", sh(t, d, box, "cat /count")+"\n")
+		return last > before, fmt.Sprint(last)
+	})
+	testenv.Eventually(t, "its log has what it said", func() (bool, string) {
+		n := check("its log", logOf(t, connect(t, d), box, "count"))
+		return n >= last, fmt.Sprintf("%d of %d", n, last)
+	})
+	if ps := inspect(t, d, box).Processes; len(ps) == 0 || ps[0].Status.State != shard.ProcessRunning || ps[0].Status.Restarts != 0 {
+		t.Errorf("its process: %+v", ps)
+	}
+	return last
+}
+
+// cameTo waits until what was begun on a sandbox is over, and returns its state.
+func cameTo(t *testing.T, d *testenv.Daemon, box string) (state shard.State) {
+	t.Helper()
+	testenv.Eventually(t, "what was begun is over", func() (bool, string) {
+		record, err := os.ReadFile(recordFile(d, box))
+		if err != nil {
+			t.Fatal(err)
+		}
+		state = inspect(t, d, box).State
+		over := !strings.Contains(string(record), `"intent"`)
+		if over && state != shard.StateRunning && state != shard.StatePaused {
+			t.Fatalf("it is %s: %s\n%s", state, record, d.Log())
+		}
+		return over, string(record)
+	})
+	return state
+}
+
+// tidy checks that of a sandbox there is on the host what its state needs, and nothing else.
+func tidy(t *testing.T, d *testenv.Daemon, box string) {
+	t.Helper()
+	testenv.Eventually(t, "there is on the host what the sandbox needs, and no more", func() (bool, string) {
+		left := testenv.Observe(box)
+		_, err := os.Stat(filepath.Join(d.Root, "sandboxes", box, "checkpoint"))
+		saved := err == nil
+		if inspect(t, d, box).State == shard.StatePaused {
+			return left.Empty() && saved, fmt.Sprintf("saved: %t\n%s", saved, left)
+		}
+		programs := 0
+		for _, p := range left.Processes {
+			if isProgram(p) {
+				programs++
+			}
+		}
+		return programs == 0 && !saved && len(left.Cgroups) > 0 && len(left.Mounts) > 0, fmt.Sprintf("saved: %t\n%s", saved, left)
+	})
+}
+
+// killPrograms kills the programs of the runtime that are at work on a sandbox, and says how many there were.
+func killPrograms(box string) (killed int) {
+	for _, p := range testenv.Observe(box).Processes {
+		var pid int
+		if _, err := fmt.Sscan(p, &pid); err == nil && isProgram(p) && unix.Kill(pid, unix.SIGKILL) == nil {
+			killed++
+		}
+	}
+	return killed
+}
+
+func isProgram(process string) bool {
+	return strings.Contains(process, " save ") || strings.Contains(process, " restore ") || strings.Contains(process, " settle ")
+}
+
+// TestKill9Pause: wherever in a pause or a resume the daemon dies, and with it at times the runtime's program, what it answered
+// holds; the next one ends up with a sandbox that runs or is paused, in which memory and files agree, with its ports and its
+// policy; and nothing else is left on the host.
+func TestKill9Pause(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	forbidden := d.Lab().CanaryInWorld("203.0.113.9:7000")
+	forbidden.Control()
+	put(t, d, "closed", "deny any")
+	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
+		const rounds = 12
+		c := connect(t, d)
+		type subject struct {
+			id       string
+			port     int
+			was      shard.State
+			last     int // number that was counted
+			pausing  time.Duration
+			resuming time.Duration
+		}
+		var subjects []*subject
+		for _, much := range []bool{false, true} {
+			s := &subject{port: 18200 + len(subjects), was: shard.StateRunning}
+			s.id = box(t, d, provider, "--policy", "closed", "--port", fmt.Sprintf("%d:80", s.port))
+			subjects = append(subjects, s)
+			counts(t, d, s.id)
+			for name, program := range map[string]string{
+				"web":  "mkdir /www; echo here >/www/index.html; exec httpd -f -p 80 -h /www",
+				"send": "while :; do nc -w 1 203.0.113.9 7000 </dev/null; echo x | nc -u -w 1 203.0.113.9 7000; sleep 0.1; done >/dev/null 2>&1",
+			} {
+				mustRun(t, c, s.id, shard.RunRequest{Name: p(name), Command: script(program)})
+			}
+			if much {
+				mustRun(t, c, s.id, shard.RunRequest{Name: p("ballast"), Command: script("(head -c 150000000 /dev/urandom; touch /full; sleep 100000) | tail -c 150000000")})
+				sh(t, d, s.id, "until [ -e /full ]; do sleep 0.1; done")
+			}
+			began := time.Now()
+			pause(t, c, s.id)
+			s.pausing, began = time.Since(began), time.Now()
+			resume(t, c, s.id)
+			s.resuming = time.Since(began)
+		}
+		for round := range rounds {
+			var answers []chan error
+			var within time.Duration
+			for _, s := range subjects {
+				verb, lasts := c.Pause, s.pausing
+				if round%2 == 1 {
+					verb, lasts = c.Resume, s.resuming
+				}
+				if want := []shard.State{shard.StateRunning, shard.StatePaused}[round%2]; s.was != want {
+					if s.was = want; want == shard.StatePaused {
+						pause(t, c, s.id)
+					} else {
+						resume(t, c, s.id)
+					}
+				}
+				answered := make(chan error, 1)
+				answers = append(answers, answered)
+				within = max(within, lasts)
+				go func() {
+					_, err := verb(context.WithoutCancel(t.Context()), s.id)
+					answered <- err
+				}()
+			}
+			delay := rand.N(within * 3 / 2)
+			time.Sleep(delay)
+			d.Kill9()
+			killed := 0
+			if rand.IntN(3) == 0 {
+				time.Sleep(rand.N(50 * time.Millisecond))
+				killed = killPrograms(subjects[0].id) + killPrograms(subjects[1].id)
+			}
+			if rand.IntN(3) == 0 { // the next one dies while it boots
+				dying := d.Command("daemon")
+				if err := dying.Start(); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(rand.N(150 * time.Millisecond))
+				_ = dying.Process.Kill()
+				_ = dying.Wait()
+			}
+			d.Restart()
+			for i, s := range subjects {
+				err, was := <-answers[i], s.was
+				s.was = cameTo(t, d, s.id)
+				t.Logf("round %d: %s after %v was %s and is %s, with %d programs killed: %v", round, s.id, delay.Round(time.Millisecond), was, s.was, killed, err)
+				if err == nil && s.was == was {
+					t.Fatalf("round %d: a verb succeeded, and its sandbox is %s as before", round, was)
+				}
+				tidy(t, d, s.id)
+				if s.was == shard.StatePaused {
+					continue
+				}
+				n := countedOn(t, d, s.id)
+				if n <= s.last {
+					t.Fatalf("round %d: it counted to %d before, and is at %d", round, s.last, n)
+				}
+				s.last = n
+				testenv.Eventually(t, "its port answers", func() (bool, string) {
+					got, err := ask(t, d, local(s.port), "GET /index.html HTTP/1.0\r\n\r")
+					return strings.Contains(got, "here"), fmt.Sprintf("%q, %v", got, err)
+				})
+			}
+		}
+		for _, s := range subjects {
+			if s.was == shard.StatePaused {
+				resume(t, c, s.id)
+			}
+			countedOn(t, d, s.id)
+			pause(t, c, s.id)
+			tidy(t, d, s.id)
+			d.Must("stop", s.id)
+			d.Must("start", s.id)
+			if got := sh(t, d, s.id, "cat /www/index.html"); got != "here" {
+				t.Errorf("its file after all: %q", got)
+			}
+		}
+		if hits := forbidden.Hits(); len(hits) > 0 {
+			t.Errorf("what the policy forbids was reached %d times: %s", len(hits), hits[0])
+		}
+	})
+}
