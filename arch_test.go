@@ -66,7 +66,7 @@ var house = map[string]room{
 	"internal/tarstream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 
 	"internal/testenv": {ours: []string{"", "client"}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/vishvananda/",
-		"github.com/miekg/dns", "golang.org/x/"}},
+		"github.com/miekg/dns", "github.com/rogpeppe/go-internal/testscript", "golang.org/x/"}},
 	"bench":       {ours: []string{"", "client", "internal/testenv", "internal/egress", "internal/policy", "internal/secret"}, theirs: []string{"github.com/klauspost/compress/", "golang.org/x/"}},
 	"test":        {},
 	"test/script": {},

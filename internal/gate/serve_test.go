@@ -7,7 +7,6 @@ import (
 	"crypto/sha256"
 	"crypto/tls"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -21,8 +20,6 @@ import (
 	"syscall"
 	"testing"
 	"time"
-
-	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/useshards/shard/internal/testenv"
 )
@@ -335,46 +332,15 @@ func story(t *testing.T, d *testenv.Daemon, provider string, args ...string) {
 
 // stories are those that the command line goes through on the socket, word for word over TLS.
 func stories(t *testing.T, d *testenv.Daemon) {
-	d.Import("busybox", testenv.Busybox(t))
 	s := serve(t, d, "", "--tls-self-signed")
-	var text strings.Builder
-	fmt.Fprint(&text, "#!/bin/sh\n")
 	cmd := s.cli(mint(t, d, "--name", "stories"))
+	shard := []string{"env"}
 	for _, kv := range cmd.Env {
 		if strings.HasPrefix(kv, "SHARD_") {
-			fmt.Fprintf(&text, "export %s\n", kv)
+			shard = append(shard, kv)
 		}
 	}
-	fmt.Fprintf(&text, "exec %s \"$@\"\n", cmd.Path)
-	bin := t.TempDir()
-	if err := os.WriteFile(filepath.Join(bin, "shard"), []byte(text.String()), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	d.EachProvider(t, func(t *testing.T, _ *testenv.Daemon, provider string) {
-		testscript.Run(t, testscript.Params{
-			Dir: filepath.Join(testenv.Module(), "test", "script"),
-			Setup: func(env *testscript.Env) error {
-				env.Setenv("P", provider)
-				env.Setenv("PATH", bin+string(os.PathListSeparator)+env.Getenv("PATH"))
-				return nil
-			},
-			Cmds: map[string]func(*testscript.TestScript, bool, []string){"exitcode": exitcode},
-		})
-	}, "runc")
-}
-
-// exitcode is the command of the stories that runs a program, which must end with exactly this code.
-func exitcode(ts *testscript.TestScript, _ bool, args []string) {
-	got := "0"
-	var exit *exec.ExitError
-	if err := ts.Exec(args[1], args[2:]...); errors.As(err, &exit) {
-		got = strconv.Itoa(exit.ExitCode())
-	} else {
-		ts.Check(err)
-	}
-	if got != args[0] {
-		ts.Fatalf("exit code %s, want %s", got, args[0])
-	}
+	d.Stories(t, append(shard, cmd.Path), "runc")
 }
 
 // case138: names are never paths.
