@@ -95,15 +95,14 @@ func viteLayer(t *testing.T) []testenv.Entry {
 	if err != nil {
 		t.Skip("there is no Node: install nodejs and npm")
 	}
-	project, cache := filepath.Join(testenv.Module(), "test/testdata/vite"), filepath.Join(testenv.Module(), "build", "vite")
+	project := filepath.Join(testenv.Module(), "test/testdata/vite")
+	cache, done := testenv.Workshop(t, "vite")
+	defer done()
 	lock, err := os.ReadFile(filepath.Join(project, "package-lock.json"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if have, _ := os.ReadFile(filepath.Join(cache, "installed")); string(have) != string(lock) {
-		if err := os.MkdirAll(cache, 0o755); err != nil {
-			t.Fatal(err)
-		}
 		for _, name := range []string{"package.json", "package-lock.json"} {
 			data, err := os.ReadFile(filepath.Join(project, name))
 			if err == nil {

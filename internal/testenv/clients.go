@@ -2,19 +2,14 @@ package testenv
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"sync"
 	"testing"
-	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // ClientsRef is the reference that the archive of clients carries.
@@ -75,36 +70,15 @@ func ClientsArchive(t testing.TB) string {
 }
 
 func buildClients() (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
-	defer cancel()
-	dir := filepath.Join(Module(), "build", "clients")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", err
-	}
-	lock, err := os.OpenFile(filepath.Join(dir, ".lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	w, err := openWorkshop("clients")
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = lock.Close() }()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return "", err
-	}
-	run := func(name string, args ...string) (string, error) {
-		cmd := exec.CommandContext(ctx, name, args...)
-		cmd.Dir = dir
-		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-		var stderr bytes.Buffer
-		cmd.Stderr = &stderr
-		out, err := cmd.Output()
-		if err != nil {
-			return "", fmt.Errorf("%s: %w\n%s", name, err, stderr.String())
-		}
-		return strings.TrimSpace(string(out)), nil
-	}
+	defer w.close()
 	// script runs shell commands with the source's directory as $1 and the tree that is laid over the image as $2.
-	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "clients"), filepath.Join(dir, "files")
+	sources, files := filepath.Join(Module(), "internal", "testenv", "testdata", "clients"), filepath.Join(w.dir, "files")
 	script := func(body string) error {
-		_, err := run("sh", "-ec", body, "sh", sources, files)
+		_, err := w.run("sh", "-ec", body, "sh", sources, files)
 		return err
 	}
 	err = errors.Join(
@@ -142,7 +116,7 @@ func buildClients() (string, error) {
 			}
 		}
 	}
-	return run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
+	return w.run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
 		"apt", "curl", "git", "openssl", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
 }
 

@@ -56,6 +56,16 @@ func openWorkshop(name string) (*workshop, error) {
 	return w, nil
 }
 
+// Workshop is a directory below build/ that is the caller's alone, whatever other test programs run, until it says done.
+func Workshop(t testing.TB, name string) (dir string, done func()) {
+	t.Helper()
+	w, err := openWorkshop(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w.dir, w.close
+}
+
 // run runs a program in the workshop and returns what it printed, without space around it.
 func (w *workshop) run(name string, args ...string) (string, error) {
 	cmd := exec.CommandContext(w.ctx, name, args...)
