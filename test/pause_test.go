@@ -272,6 +272,54 @@ func TestPauseMemory(t *testing.T) {
 			resume(t, c, id)
 			tell(step)
 		}
+		pauseBounds(t, d, provider)
+	})
+}
+
+// hog holds random bytes, of which it says the sum at each line of its input.
+const hog = `
+import hashlib, os, sys
+blob = [os.urandom(1 << 20) for _ in range(190)]
+for line in sys.stdin:
+    h = hashlib.sha256()
+    for b in blob:
+        h.update(b)
+    print(h.hexdigest(), os.cpu_count(), flush=True)
+`
+
+// pauseBounds: a pause and a resume keep the bounds, and memory close to its bound comes back whole.
+func pauseBounds(t *testing.T, d *testenv.Daemon, provider string) {
+	c := connect(t, d)
+	id := box(t, d, provider, "--memory", "256MiB", "--vcpus", "1", "--disk", "64MiB", testenv.PythonRef)
+	sh(t, d, id, "mkfifo /ask")
+	mustRun(t, c, id, shard.RunRequest{Name: p("hog"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/ask`, hog}, Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
+	for round := range 3 {
+		sh(t, d, id, "echo >/ask")
+		testenv.Eventually(t, "the sum of what it holds", func() (bool, string) {
+			log := logOf(t, c, id, "hog")
+			lines := strings.Split(log, "\n")
+			for _, line := range lines[:len(lines)-1] {
+				if line != lines[0] || !strings.HasSuffix(line, " 1") {
+					t.Fatalf("the memory or the number of processors changed over a pause: %q", log)
+				}
+			}
+			return len(lines) == round+2, log
+		})
+		if round < 2 {
+			pause(t, c, id)
+			resume(t, c, id)
+		}
+	}
+	if got := inspect(t, d, id); got.OOM != nil || got.State != shard.StateRunning || got.Resources != (shard.Resources{MemoryMiB: 256, VCPUs: 1, DiskMiB: 64}) {
+		t.Errorf("after it all: %+v", got)
+	}
+	if r := d.Shard("exec", id, "sh", "-c", "head -c 104857600 /dev/zero >/big"); r.Code == 0 {
+		t.Error("a disk of 64 MiB took 100")
+	}
+	_ = d.Shard("exec", id, "python3", "-c", "x = [bytes(1 << 20) + b'x' for _ in range(300)]")
+	testenv.Eventually(t, "too much memory ends the sandbox, as before", func() (bool, string) {
+		got := inspect(t, d, id)
+		return got.OOM != nil && got.OOM.Kills > 0, fmt.Sprintf("%+v", got)
 	})
 }
 

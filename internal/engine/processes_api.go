@@ -79,7 +79,8 @@ func (sb *sandbox) waitProcess(ctx context.Context, name string, enough func(*re
 }
 
 // KillProcess ends a process for good, with TERM and 30 s later KILL, or with force by KILL at once. It answers when the
-// process has ended; one that had ended already stays as it is.
+// process has ended; one that had ended already stays as it is. A pause meanwhile is an error: the process ends when its sandbox
+// is resumed.
 func (e *Engine) KillProcess(ctx context.Context, ref, name string, force bool) (*shard.Process, error) {
 	sb, err := e.find(ref)
 	if err != nil {
@@ -110,7 +111,13 @@ func (e *Engine) KillProcess(ctx context.Context, ref, name string, force bool) 
 	if err != nil {
 		return nil, err
 	}
-	return sb.waitProcess(ctx, name, func(r *record, _ *shard.Process) bool { return r.Runs[name].ID != id })
+	p, err = sb.waitProcess(ctx, name, func(r *record, _ *shard.Process) bool {
+		return r.Runs[name].ID != id || r.Sandbox.State == shard.StatePaused
+	})
+	if err == nil && p.Status.Live() && sb.record().Sandbox.State == shard.StatePaused {
+		return nil, shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q was paused while process %q was ending", sb.ref(), name)
+	}
+	return p, err
 }
 
 // ProcessLog returns the log of a process as it is now. The caller closes it.

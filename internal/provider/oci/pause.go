@@ -251,7 +251,7 @@ func writeBehind(name string) (stop func()) {
 	return func() { close(end); <-ended }
 }
 
-// syncDir writes the files of a directory, and their names, to the disk.
+// syncDir makes the files of a directory root's alone, whatever the runtime did, and writes them and their names to the disk.
 func syncDir(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -259,7 +259,11 @@ func syncDir(dir string) error {
 	}
 	names := []string{dir, filepath.Dir(dir)}
 	for _, e := range entries {
-		names = append([]string{filepath.Join(dir, e.Name())}, names...)
+		name := filepath.Join(dir, e.Name())
+		if err := os.Chmod(name, 0o600); err != nil {
+			return err
+		}
+		names = append([]string{name}, names...)
 	}
 	for _, name := range names {
 		f, err := os.Open(name)
