@@ -272,15 +272,10 @@ func (i *Instance) follow(main *os.File) {
 	close(i.done)
 }
 
-// dying says whether the machine is ending, and waits until it has, or ctx ends.
-func (i *Instance) dying(ctx context.Context) bool {
-	main, err := i.handle.Main.open()
-	if err == nil {
-		_ = main.Close()
-	}
-	if !errors.Is(err, errNoProcess) && i.ending.Load() == nil {
-		return false
-	}
+// ends says whether the machine ends, or has, within settleTime.
+func (i *Instance) ends(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, settleTime)
+	defer cancel()
 	select {
 	case <-i.done:
 		return true

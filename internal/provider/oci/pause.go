@@ -64,7 +64,7 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 		err = fmt.Errorf("pause %s: %w", i.spec.ID, errors.Join(err, unsettled, clearDir(dir)))
 		switch {
 		case unsettled == nil:
-		case i.dying(ctx):
+		case !errors.Is(unsettled, provider.ErrBusy) && i.ends(ctx): // it answers no more a little before that
 			err = fmt.Errorf("%w: %w", provider.ErrLost, err)
 		default:
 			err = fmt.Errorf("%w: %w", provider.ErrBusy, err)

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -353,6 +354,27 @@ func environment(p *OCI) *providertest.Env {
 				found = append(found, p.stateDir(spec))
 			}
 			return found
+		},
+		Parts: func(spec provider.Spec) map[string]int {
+			parts := make(map[string]int)
+			lines, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+			for _, at := range lines {
+				line, _ := os.ReadFile(at)
+				args := strings.Split(string(line), "\x00")
+				if !strings.Contains(string(line), spec.ID) {
+					continue
+				}
+				pid, _ := strconv.Atoi(strings.Split(at, "/")[2])
+				switch {
+				case args[0] == "runsc-sandbox":
+					parts["main"] = pid
+				case args[0] == "runsc-gofer":
+					parts["helper"] = pid
+				case slices.Contains(args, "save") || slices.Contains(args, "restore"):
+					parts["program"] = pid
+				}
+			}
+			return parts
 		},
 		SharedKernel: p.Name() == shard.ProviderRunc,
 		ShowsBounds:  p.Name() == shard.ProviderGVisor,

@@ -37,6 +37,9 @@ type Env struct {
 	Reopen func(t testing.TB) provider.Provider
 	// Traces lists what of a machine is on the host, the files of its root and directory aside.
 	Traces func(spec provider.Spec) []string
+	// Parts are the processes on the host of a machine that is being paused or resumed, by what they are: "program", which
+	// does it and ends, "main" and "helper". What is not there is 0.
+	Parts func(spec provider.Spec) map[string]int
 	// Injuries are what may befall a machine of this provider.
 	Injuries []Injury
 	// SharedKernel says that the guest's system calls go to the host's kernel.
@@ -70,6 +73,7 @@ func Run(t *testing.T, factory Factory) {
 		{"Neighbours", neighbours},
 		{"Recover", recovers},
 		{"Pause", pauses},
+		{"BrokenPauses", brokenPauses},
 		{"Memory", memory},
 		{"Processes", processes},
 		{"Size", size},
