@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -129,7 +130,7 @@ type Link struct{ Addr, Gateway netip.Addr }
 // Connections from another address than the sandbox's are closed. A sandbox that was added before is forgotten first.
 func (p *Proxy) Add(sandbox string, links ...Link) error {
 	p.Forget(sandbox)
-	c := &client{proxy: p, sandbox: sandbox, conns: map[*guestConn]struct{}{}}
+	c := &client{proxy: p, sandbox: sandbox, conns: map[*guestConn]struct{}{}, hosts: map[*hostConn]struct{}{}}
 	for _, link := range links {
 		c.addrs = append(c.addrs, link.Addr)
 		for _, port := range []uint16{PlainPort, TLSPort} {
@@ -247,6 +248,7 @@ type client struct {
 	held     int       // bytes, of maxHeld
 	stuck    int       // bytes, of maxStuck
 	upstream int       // connections for requests
+	hosts    map[*hostConn]struct{}
 	trunk    *trunk
 }
 
@@ -290,9 +292,13 @@ func (c *client) end() {
 	c.ended = true
 	conns, t := c.conns, c.trunk
 	c.conns, c.trunk = map[*guestConn]struct{}{}, nil
+	hosts := slices.Collect(maps.Keys(c.hosts))
 	c.mu.Unlock()
 	for g := range conns {
 		_ = g.Close()
+	}
+	for _, h := range hosts { // one that takes nothing would keep its requests
+		_ = h.Close()
 	}
 	if t != nil {
 		t.close()

@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"io"
 	"net"
 	"net/http"
 	"sync"
@@ -117,6 +118,10 @@ type hostConn struct {
 	client  *client
 	once    sync.Once
 	heading heading
+
+	mu      sync.Mutex // before that of the client
+	writing bool
+	late    int // of the share, until a write that waits has ended
 }
 
 func (h *hostConn) Read(b []byte) (int, error) {
@@ -127,10 +132,83 @@ func (h *hostConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
+func (h *hostConn) Write(b []byte) (int, error) {
+	h.write(true)
+	defer h.write(false)
+	return h.Conn.Write(b)
+}
+
+func (h *hostConn) write(begins bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.writing = begins; h.late > 0 {
+		h.client.release(h.late)
+		h.late = 0
+	}
+}
+
+// release gives back n bytes of the share that a body took which is no longer read: while a write waits, what it was read into may
+// wait for its turn, whatever became of the request.
+func (h *hostConn) release(n int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.writing {
+		h.late += n
+		return
+	}
+	h.client.release(n)
+}
+
 func (h *hostConn) Close() error {
 	h.once.Do(func() {
-		h.client.give()
+		h.client.give(h)
 		h.heading.close(h.client)
 	})
 	return h.Conn.Close()
+}
+
+// upload is the body of a request. While it lasts, what HTTP/2 reads it into is of the sandbox's share.
+type upload struct {
+	io.ReadCloser
+	size int // of what it is read into
+
+	mu    sync.Mutex
+	conn  *hostConn // that of which the share is taken
+	ended bool
+}
+
+// begin says that the body is read for a connection; false where the share has no room.
+func (u *upload) begin(conn *hostConn) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.ReadCloser == nil || u.conn != nil || u.ended {
+		return true
+	}
+	if !conn.client.hold(u.size) {
+		return false
+	}
+	u.conn = conn
+	return true
+}
+
+func (u *upload) Read(b []byte) (int, error) {
+	n, err := u.ReadCloser.Read(b)
+	if err != nil {
+		u.end()
+	}
+	return n, err
+}
+
+func (u *upload) Close() error {
+	u.end()
+	return u.ReadCloser.Close()
+}
+
+func (u *upload) end() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.ended = true; u.conn != nil {
+		u.conn.release(u.size)
+		u.conn = nil
+	}
 }

@@ -13,6 +13,8 @@ import (
 	"net/http"
 	"net/http/httptrace"
 	"net/http/httputil"
+	"net/netip"
+	"net/textproto"
 	"strconv"
 	"strings"
 	"sync"
@@ -30,12 +32,21 @@ const (
 	copyBuffer   = 32 << 10
 	streamWindow = 64 << 10
 	answerWindow = 256 << 10
+	// scratch is what HTTP/2 reads a body into that goes to a host which takes frames of that size, as most do; a shorter body takes
+	// its length. trailersShare is about what trailers can take of a client that announces them.
+	scratch       = 512 << 10
+	trailersShare = 8 * maxHead
 )
+
+// maxTries bounds how often a request takes a connection. A host of HTTP/2 can say that it has not looked at a request, which
+// net/http then sends again, at once and for ever.
+const maxTries = 4
 
 var (
 	errManyConns = errors.New("the sandbox has too many connections through the proxy")
 	errNoAnswer  = errors.New("the host's answer is none")
 	errHeld      = errors.New("the sandbox has too much under way through the proxy")
+	errUnsteady  = errors.New("the host ends its connections instead of answering")
 )
 
 // exchange is one request on its way, in its context.
@@ -110,6 +121,9 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 		share += streamWindow
 	}
 	g.heading.end(g.client, r.ProtoMajor == 2)
+	if r.ProtoMajor == 2 && len(r.Trailer) > 0 {
+		share += trailersShare
+	}
 	held := x.hold(share)
 	host, dest, ok := target(r.Host, port)
 	label := host
@@ -118,6 +132,7 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 	}
 	switch {
 	case held != nil:
+		r.Header, r.Trailer = nil, nil // it may be long until a client takes the answer
 		p.deny(w, g, label, refusal{status: 503, rule: shard.EgressRuleLimit, reason: errHeld.Error(), bare: r.ProtoMajor == 2})
 		return
 	case r.Method == http.MethodConnect:
@@ -125,6 +140,9 @@ func (p *Proxy) request(w http.ResponseWriter, r *http.Request, port uint16, for
 		return
 	case !ok:
 		answer(w, refusal{status: 400, reason: "the request does not name a host at this port"}, r.Host, port)
+		return
+	case !oneHost(r, host, dest, port):
+		answer(w, refusal{status: 400, reason: "the header Host of the request does not name the host that the request is for, or is there twice"}, label, port)
 		return
 	case r.URL.Opaque != "": // http:http://other.example/ would go on as a URL, which names a host of its own
 		answer(w, refusal{status: 400, reason: "the request asks for what is neither a path nor a URL with a host"}, label, port)
@@ -173,6 +191,17 @@ func names(state *tls.ConnectionState, host string) bool {
 	return err == nil && name == host
 }
 
+// oneHost says whether a header Host, which HTTP/2 has beside :authority, names the same as that, and takes it away.
+func oneHost(r *http.Request, host string, dest netip.Addr, port uint16) bool {
+	beside := r.Header["Host"]
+	delete(r.Header, "Host")
+	if len(beside) == 0 {
+		return true
+	}
+	name, addr, ok := target(beside[0], port)
+	return len(beside) == 1 && ok && name == host && addr == dest
+}
+
 func (p *Proxy) deny(w http.ResponseWriter, g *guestConn, host string, r refusal) {
 	p.note(g, host, r)
 	answer(w, r, host, g.port)
@@ -215,7 +244,7 @@ func (p *Proxy) forwarder() http.Handler {
 		ModifyResponse: func(resp *http.Response) error {
 			x := resp.Request.Context().Value(exchangeKey{}).(*exchange)
 			switch code := resp.StatusCode; {
-			case code < 100: // three digits, but no status: net/http would panic
+			case code < 100, code > 999: // no status: net/http would panic
 				return errNoAnswer
 			case code == http.StatusNoContent, code == http.StatusNotModified:
 				resp.Header.Del("Content-Length") // of what does not come, which clients of HTTP/2 wait for
@@ -280,8 +309,9 @@ func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { retur
 
 func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 	x := r.Context().Value(exchangeKey{}).(*exchange)
+	var w *secret.Watch // of answers before the answer
 	if len(x.carried) > 0 {
-		r = p.early(r, x.carried)
+		w = p.watches.Of(x.carried)
 	}
 	tr, http2 := x.trunk.https, r.URL.Scheme == "http" && r.ProtoMajor == 2
 	if http2 {
@@ -298,7 +328,13 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 			conn.heading.end(conn.client, http2)
 		}
 	}()
-	return tr.RoundTrip(r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
+	outer, tries := httptrace.ContextClientTrace(r.Context()), 0
+	ctx, give := context.WithCancelCause(untraced{r.Context()})
+	up := &upload{ReadCloser: r.Body, size: scratch}
+	if r.ContentLength >= 0 {
+		up.size = int(min(r.ContentLength, scratch))
+	}
+	r = r.WithContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
 		GotConn: func(got httptrace.GotConnInfo) {
 			one := got.Conn
 			if t, ok := one.(*tls.Conn); ok {
@@ -307,9 +343,46 @@ func (p *Proxy) roundTrip(r *http.Request) (*http.Response, error) {
 			}
 			if conn, _ = one.(*hostConn); conn != nil {
 				conn.heading.begin()
+				if http2 && !up.begin(conn) {
+					give(errHeld)
+				}
+			}
+			if http2 || !got.Reused { // of HTTP/1.1 there may be many, kept and meanwhile closed
+				tries++
+			}
+			if tries > maxTries {
+				give(errUnsteady)
 			}
 		},
-	})))
+		Got1xxResponse: func(code int, h textproto.MIMEHeader) error {
+			if code == http.StatusSwitchingProtocols {
+				return errNoAnswer // over HTTP/2, where it has no meaning, and to clients of HTTP/1.1 it would have one
+			}
+			if w != nil {
+				w.Header(h)
+			}
+			return outer.Got1xxResponse(code, h)
+		},
+	}))
+	if r.Body != nil && r.Body != http.NoBody {
+		r.Body = up
+	}
+	resp, err := tr.RoundTrip(r)
+	if why := context.Cause(ctx); err != nil && (why == errUnsteady || why == errHeld) {
+		err = why
+	}
+	return resp, err
+}
+
+// untraced is a context in which nobody listens to what becomes of a request, so that who listens next decides what they hear.
+type untraced struct{ context.Context }
+
+func (u untraced) Value(key any) any {
+	v := u.Context.Value(key)
+	if _, ok := v.(*httptrace.ClientTrace); ok {
+		return nil
+	}
+	return v
 }
 
 // trunk is the proxy's side towards hosts for one sandbox under one policy: no connection outlives the policy under which
@@ -360,10 +433,10 @@ func (p *Proxy) transport(c *client) *http.Transport {
 			defer cancel()
 			conn, err := p.connect(ctx, x.route.addrs, x.guest.port)
 			if err != nil {
-				c.give()
+				c.give(nil)
 				return nil, err
 			}
-			return &hostConn{Conn: conn, client: c}, nil
+			return c.keep(conn)
 		},
 		TLSClientConfig:        &tls.Config{RootCAs: p.o.Roots, MinVersion: tls.VersionTLS12},
 		TLSHandshakeTimeout:    headTime,
@@ -375,7 +448,7 @@ func (p *Proxy) transport(c *client) *http.Transport {
 		MaxResponseHeaderBytes: maxAnswerHead,
 		// No bound on the wait for an answer: programs wait minutes for some, and end the wait by hanging up.
 		HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: answerWindow, MaxReceiveBufferPerConnection: 4 * answerWindow,
-			SendPingTimeout: idleTime, PingTimeout: headTime},
+			SendPingTimeout: idleTime, PingTimeout: headTime, WriteByteTimeout: idleTime},
 	}
 }
 
@@ -391,9 +464,26 @@ func (c *client) take() bool {
 	return true
 }
 
-func (c *client) give() {
+// keep makes a connection to a host end with the client.
+func (c *client) keep(conn net.Conn) (net.Conn, error) {
+	h := &hostConn{Conn: conn, client: c}
+	c.mu.Lock()
+	ended := c.ended
+	if !ended {
+		c.hosts[h] = struct{}{}
+	}
+	c.mu.Unlock()
+	if ended {
+		_ = h.Close()
+		return nil, net.ErrClosed
+	}
+	return h, nil
+}
+
+func (c *client) give(h *hostConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	delete(c.hosts, h)
 	c.upstream--
 	c.proxy.open.Add(-1)
 }
@@ -424,7 +514,7 @@ func failure(err error) refusal {
 		return refusal{status: 403, rule: shard.EgressRuleLocal, reason: errLocal.Error()}
 	case errors.As(err, &bad):
 		return refusal{status: 502, rule: shard.EgressRuleCertificate, reason: "the host's certificate is not valid: " + fault(bad.Err)}
-	case errors.Is(err, secret.ErrUnwatchable):
+	case errors.Is(err, secret.ErrUnwatchable), errors.Is(err, errUnsteady):
 		r.reason = err.Error()
 	case errors.As(err, &alert), errors.As(err, &record):
 		r.reason = "TLS with the host failed: " + rootOf(err).Error()

@@ -310,6 +310,7 @@ func newAuthority(t testing.TB) *authority {
 
 type leafOptions struct {
 	name            string
+	also            []string // names that it is for too
 	expired, selfly bool
 }
 
@@ -319,7 +320,7 @@ func (a *authority) issue(t testing.TB, o leafOptions) tls.Certificate {
 	if err != nil {
 		t.Fatal(err)
 	}
-	template := &x509.Certificate{SerialNumber: big.NewInt(1 + a.next.Add(1)), Subject: pkix.Name{CommonName: o.name}, DNSNames: []string{o.name},
+	template := &x509.Certificate{SerialNumber: big.NewInt(1 + a.next.Add(1)), Subject: pkix.Name{CommonName: o.name}, DNSNames: append([]string{o.name}, o.also...),
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, NotBefore: time.Now().Add(-2 * time.Hour), NotAfter: time.Now().Add(time.Hour)}
 	if o.expired {
 		template.NotAfter = time.Now().Add(-time.Hour)

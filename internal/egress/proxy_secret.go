@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptrace"
-	"net/textproto"
 	"strings"
 
 	"github.com/useshards/shard"
@@ -139,16 +137,4 @@ func (b *watched) Close() error {
 	undigest(b.resp.Trailer)
 	b.w.Header(b.resp.Trailer)
 	return err
-}
-
-// early makes a request's answers before the answer (103 and such) hold placeholders too.
-func (p *Proxy) early(r *http.Request, carried []secret.Secret) *http.Request {
-	w := p.watches.Of(carried)
-	if w == nil {
-		return r
-	}
-	return r.WithContext(httptrace.WithClientTrace(r.Context(), &httptrace.ClientTrace{
-		// It is called before those that the context had, with the same map.
-		Got1xxResponse: func(_ int, h textproto.MIMEHeader) error { w.Header(h); return nil },
-	}))
 }
