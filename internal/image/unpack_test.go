@@ -4,8 +4,10 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -15,7 +17,6 @@ import (
 	"testing"
 	"time"
 
-	ctrd "github.com/containerd/containerd/v2/pkg/archive"
 	"github.com/google/go-cmp/cmp"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/klauspost/compress/zstd"
@@ -383,8 +384,8 @@ func TestDiskReserve(t *testing.T) {
 	}
 }
 
-// The outcome of our unpacker under overlayfs is what containerd's makes by applying the layers one over the other.
-func TestLikeContainerd(t *testing.T) {
+// The outcome of our unpacker under overlayfs is what comes of laying the layers one over the other in one directory.
+func TestLikeLaidOver(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("owners need root")
 	}
@@ -416,7 +417,7 @@ func TestLikeContainerd(t *testing.T) {
 					es = append(es, e{name: p + "/", mode: 0o700 + int64(len(tars)), gid: 3})
 					isDir[p], made[p] = true, true
 				case "opaque":
-					es = append(es, e{name: p + "/"}, e{name: p + "/.wh..wh..opq"})
+					es = append(es, e{name: p + "/", mode: 0o755}, e{name: p + "/.wh..wh..opq"})
 					isDir[p], made[p] = true, true
 				case "whiteout":
 					es = append(es, e{name: parent + "/.wh." + filepath.Base(p)})
@@ -424,8 +425,8 @@ func TestLikeContainerd(t *testing.T) {
 				}
 			}
 			tars = append(tars, tarOf(t, es...))
-			if _, err := ctrd.Apply(context.Background(), want, bytes.NewReader(tars[len(tars)-1])); err != nil {
-				rt.Skip("containerd refuses it: ", err)
+			if err := lay(want, es); err != nil {
+				rt.Fatal(err)
 			}
 		}
 		s := openStore(t, filepath.Join(dir, "store"), Options{})
@@ -434,9 +435,40 @@ func TestLikeContainerd(t *testing.T) {
 			rt.Fatal(err)
 		}
 		if diff := cmp.Diff(tree(t, want)[1:], tree(t, mountLayers(t, img))[1:]); diff != "" {
-			rt.Fatalf("containerd (-) and we (+) differ:\n%s", diff)
+			rt.Fatalf("laid over (-) and unpacked (+) differ:\n%s", diff)
 		}
 	})
+}
+
+// lay lays a layer over what is in dir, as the image specification says in the plainest words: a whiteout removes, an opaque one
+// empties its directory, and what comes replaces what is there, but a directory a directory.
+func lay(dir string, layer []e) error {
+	for _, x := range layer {
+		at := filepath.Join(dir, x.name)
+		in, base := filepath.Split(at)
+		var err error
+		switch name, white := strings.CutPrefix(base, ".wh."); {
+		case base == ".wh..wh..opq":
+			inside, _ := filepath.Glob(in + "*")
+			for _, p := range inside {
+				err = errors.Join(err, os.RemoveAll(p))
+			}
+		case white:
+			err = os.RemoveAll(in + name)
+		case strings.HasSuffix(x.name, "/"):
+			if st, e := os.Lstat(at); e == nil && !st.IsDir() {
+				err = os.Remove(at)
+			}
+			err = errors.Join(err, os.MkdirAll(at, 0o700), os.Chown(at, x.uid, x.gid), os.Chmod(at, fs.FileMode(x.mode)))
+		default:
+			err = errors.Join(os.RemoveAll(at), os.WriteFile(at, []byte(x.body), 0o600), os.Chown(at, x.uid, x.gid), os.Chmod(at, fs.FileMode(x.mode)),
+				os.Chtimes(at, time.Time{}, time.Unix(0, 0)))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Whatever bytes a layer has, unpacking them ends, stays inside and leaves nothing.
