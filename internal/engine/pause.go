@@ -159,7 +159,10 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 		sb.learn(func(r *record) { r.Intent = "" })
 		sb.dropCheckpoint()
 		e.enliven(sb, newLive(l.inst))
+		unsavable, refused := errors.AsType[*provider.UnsavableError](err)
 		switch {
+		case refused:
+			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q could not be paused and runs on: %s", sb.ref(), unsavable.Reason)
 		case errors.Is(err, syscall.ENOSPC):
 			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room on the host's disk for its memory", sb.ref())
 		case errors.Is(err, provider.ErrForeign):

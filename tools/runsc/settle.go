@@ -7,6 +7,7 @@ import (
 
 	"github.com/google/subcommands"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/runsc/cmd/util"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
@@ -19,7 +20,7 @@ import (
 // still does what it was told. It exits with noGuest where there is none, because a restore did not come so far.
 type settle struct{}
 
-const noGuest subcommands.ExitStatus = 9
+const noGuest = 9
 
 // Name implements subcommands.Command.
 func (*settle) Name() string { return "settle" }
@@ -68,7 +69,7 @@ func (*settle) Execute(_ context.Context, f *flag.FlagSet, args ...any) subcomma
 	switch {
 	case now.tasks == 0:
 		_ = util.Errorf("settle: the container has no processes")
-		return noGuest
+		return exit(noGuest, args)
 	case now.tasks == now.stopped:
 		c.Status = container.Paused
 	case c.Status == container.Running:
@@ -82,6 +83,12 @@ func (*settle) Execute(_ context.Context, f *flag.FlagSet, args ...any) subcomma
 	if err := c.Resume(); err != nil {
 		return util.Errorf("settle: %v", err)
 	}
+	return subcommands.ExitSuccess
+}
+
+// exit ends a command that has args with an exit code of its own: of a failure runsc makes 128, whatever it was.
+func exit(code int, args []any) subcommands.ExitStatus {
+	*args[1].(*unix.WaitStatus) = unix.WaitStatus(code << 8)
 	return subcommands.ExitSuccess
 }
 

@@ -27,6 +27,8 @@ const (
 	settleTime = 10 * time.Second
 	// exitNoGuest is what "settle" of the runtime program says of a machine without a guest.
 	exitNoGuest = 9
+	// exitRefused is what "save" says of a machine that it does not begin to save; its output is the reason.
+	exitRefused = 10
 	// busyName is a file in Spec.Dir that is locked while a pause or a resume is under way: by this program, and by the
 	// runtime program at work, which outlives it.
 	busyName = "busy"
@@ -79,9 +81,12 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 	cmd := p.command(ctx, i.spec, "save", "--image-path", dir, runtimeID)
 	cmd.ExtraFiles = []*os.File{busy}
 	stop := writeBehind(filepath.Join(dir, pagesName))
-	err = cmd.Run()
+	why, err := cmd.Output()
 	stop()
 	if err != nil {
+		if exit, failed := errors.AsType[*exec.ExitError](err); failed && exit.ExitCode() == exitRefused {
+			return &provider.UnsavableError{Reason: strings.TrimSpace(string(why))}
+		}
 		if ctx.Err() != nil {
 			err = ctx.Err()
 		}
