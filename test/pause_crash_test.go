@@ -2,6 +2,7 @@ package test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -230,6 +231,200 @@ func TestKill9Pause(t *testing.T) {
 		}
 		if hits := forbidden.Hits(); len(hits) > 0 {
 			t.Errorf("what the policy forbids was reached %d times: %s", len(hits), hits[0])
+		}
+	})
+}
+
+// TestPauseSentryKilled: a machine that dies in a pause is lost, which is said; in a resume it stays paused, or has ended.
+func TestPauseSentryKilled(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		// during does a verb, kills the machine while the runtime's program is at it, and says whether that was in time.
+		during := func(id string, verb func() error) (error, bool) {
+			done := make(chan error, 1)
+			go func() { done <- verb() }()
+			for {
+				select {
+				case err := <-done:
+					return err, false
+				default:
+				}
+				program, sentry := false, 0
+				for _, p := range testenv.Observe(id).Processes {
+					if program = program || isProgram(p); strings.Contains(p, " runsc-sandbox ") {
+						_, _ = fmt.Sscan(p, &sentry)
+					}
+				}
+				if program && sentry != 0 && unix.Kill(sentry, unix.SIGKILL) == nil {
+					return <-done, true
+				}
+			}
+		}
+		lost, ended := false, false
+		for range 20 {
+			if lost && ended {
+				break
+			}
+			id := box(t, d, provider)
+			counts(t, d, id)
+			if !lost {
+				err, killed := during(id, func() error { _, err := c.Pause(t.Context(), id); return err })
+				switch got := inspect(t, d, id); {
+				case killed && got.State == shard.StateFailed:
+					lost = true
+					if shard.CodeOf(err) != shard.CodeInternal || !strings.Contains(err.Error(), "memory is lost") || !strings.Contains(got.FailedReason, "paused") {
+						t.Errorf("it was lost: %v, %q", err, got.FailedReason)
+					}
+					if _, err := c.Resume(t.Context(), id); shard.CodeOf(err) != shard.CodeSandboxFailed {
+						t.Errorf("resume of what was lost: %v", err)
+					}
+					if left := testenv.Observe(id); !left.Empty() {
+						t.Errorf("left on the host: %s", left)
+					}
+					continue
+				case killed && got.State == shard.StateStopped || err == nil: // it died before the pause began, or was saved
+				default:
+					t.Fatalf("%v, and it is %+v", err, got)
+				}
+			}
+			if s := state(t, d, id); s == shard.StateStopped {
+				continue
+			} else if s == shard.StateRunning {
+				pause(t, c, id)
+			}
+			for range 5 {
+				err, killed := during(id, func() error { _, err := c.Resume(t.Context(), id); return err })
+				if err == nil || !killed {
+					break // it was killed when it ran
+				}
+				ended = true
+				if now := cameTo(t, d, id); now != shard.StatePaused {
+					t.Fatalf("a resume that failed (%v) leaves it %s", err, now)
+				}
+				tidy(t, d, id)
+			}
+			if ended {
+				if state(t, d, id) == shard.StatePaused {
+					resume(t, c, id)
+				}
+				countedOn(t, d, id)
+			}
+		}
+		if !lost || !ended {
+			t.Errorf("lost %t, ended %t: nothing was killed in time", lost, ended)
+		}
+	})
+}
+
+// TestPauseDamaged: from memory that was damaged on the disk nothing goes on; that is said, and the files are there.
+func TestPauseDamaged(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		id := box(t, d, provider)
+		sh(t, d, id, "echo mine >/file")
+		dir := filepath.Join(d.Root, "sandboxes", id, "checkpoint")
+		halve := func(name string) func() error {
+			return func() error {
+				info, err := os.Stat(filepath.Join(dir, name))
+				if err == nil {
+					err = os.Truncate(filepath.Join(dir, name), info.Size()/2)
+				}
+				return err
+			}
+		}
+		flip := func(name string) func() error {
+			return func() error {
+				data, err := os.ReadFile(filepath.Join(dir, name))
+				for i := len(data) / 4; i < len(data)/2; i++ {
+					data[i] ^= 0x55
+				}
+				if err == nil {
+					err = os.WriteFile(filepath.Join(dir, name), data, 0o600)
+				}
+				return err
+			}
+		}
+		remove := func(name string) func() error {
+			return func() error { return os.RemoveAll(filepath.Join(dir, name)) }
+		}
+		for _, damage := range []struct {
+			what string
+			do   func() error
+			code shard.Code
+			word string
+		}{
+			{"half a state", halve("checkpoint.img"), shard.CodeInternal, "stays paused"},
+			{"another state", flip("checkpoint.img"), shard.CodeInternal, "stays paused"},
+			{"no state", remove("checkpoint.img"), shard.CodeInternal, "stays paused"},
+			{"half the pages", halve("pages.img"), shard.CodeInternal, "stays paused"},
+			{"no pages", remove("pages.img"), shard.CodeInternal, "stays paused"},
+			{"no list of pages", remove("pages_meta.img"), shard.CodeInternal, "stays paused"},
+			{"another version", func() error {
+				return errors.Join(halve("checkpoint.img")(), os.WriteFile(filepath.Join(dir, "version"), []byte("20200101"), 0o600))
+			}, shard.CodeUnsupported, "another version"},
+			{"nothing", remove(""), shard.CodeNoCheckpoint, "missing"},
+			{"other pages", flip("pages.img"), "", ""}, // nothing says so: the guest goes on, or dies of it
+		} {
+			pause(t, c, id)
+			if err := damage.do(); err != nil {
+				t.Fatal(err)
+			}
+			_, err := c.Resume(t.Context(), id)
+			if damage.code != "" {
+				if shard.CodeOf(err) != damage.code || !strings.Contains(err.Error(), damage.word) {
+					t.Errorf("%s: %v", damage.what, err)
+				}
+				if now := cameTo(t, d, id); now != shard.StatePaused {
+					t.Errorf("%s: it is %s", damage.what, now)
+				}
+				if left := testenv.Observe(id); !left.Empty() {
+					t.Errorf("%s: left on the host: %s", damage.what, left)
+				}
+			}
+			if r := d.Shard("stop", id); r.Code != 0 && damage.code != "" {
+				t.Fatalf("%s: stop: %s", damage.what, r.Stderr)
+			}
+			d.Must("start", id)
+			if got := sh(t, d, id, "cat /file"); got != "mine" {
+				t.Errorf("%s: its file: %q", damage.what, got)
+			}
+		}
+	})
+}
+
+// TestPauseOrderly: a daemon that ends in order while it pauses or resumes waits for that for a while; the next one goes on
+// with what there is.
+func TestPauseOrderly(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		id := box(t, d, provider)
+		counts(t, d, id)
+		for round := range 6 {
+			verb, want := c.Pause, shard.StatePaused
+			if cameTo(t, d, id) == shard.StatePaused {
+				verb, want = c.Resume, shard.StateRunning
+			}
+			answered := make(chan error, 1)
+			go func() { _, err := verb(context.WithoutCancel(t.Context()), id); answered <- err }()
+			time.Sleep(rand.N(200 * time.Millisecond))
+			d.Stop()
+			err := <-answered
+			d.Restart()
+			now := cameTo(t, d, id)
+			if err == nil && now != want {
+				t.Fatalf("round %d: it was to be %s and is %s", round, want, now)
+			}
+			t.Logf("round %d: to be %s: %v, %s", round, want, err, now)
+			tidy(t, d, id)
+			if now == shard.StateRunning {
+				countedOn(t, d, id)
+			}
 		}
 	})
 }

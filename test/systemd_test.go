@@ -193,6 +193,10 @@ func TestSystemd(t *testing.T) {
 
 	// A reboot ends what ran and keeps the files. It does not wait for sandboxes in vain, and what was supervised returns.
 	m.Must("shard create --name still --provider " + boxes[0] + " " + image)
+	if slices.Contains(boxes, "gvisor") { // and what was paused does not notice
+		m.Must("shard create --name asleep --provider gvisor " + image + " && shard run --name count asleep sh -c '" + counting + "'")
+		m.Must("until shard exec asleep test -s /count; do :; done; shard pause asleep")
+	}
 	m.Reboot()
 	testenv.Eventually(t, "shard is up after the boot", func() (bool, string) {
 		r := m.Sh("shard version && systemctl is-active shard-serve")
@@ -210,6 +214,11 @@ func TestSystemd(t *testing.T) {
 		if got := m.Must("shard exec " + box + " cat /root/file"); got != "mine" {
 			t.Errorf("%s's file after a reboot: %q", box, got)
 		}
+	}
+	if slices.Contains(boxes, "gvisor") {
+		m.Must("shard resume asleep && n=$(shard exec asleep sh -c 'wc -l </count') && until [ $(shard exec asleep sh -c 'wc -l </count') -gt $n ]; do :; done")
+		m.Must(`shard exec asleep awk '$1 != NR { print "where " NR " should come there is " $1; exit 1 }' /count`)
+		boxes = append(boxes, "asleep")
 	}
 	m.Must("shard remove --force still " + strings.Join(boxes, " "))
 	if code, _ := ask("Bearer " + key2); code != 200 {
