@@ -25,7 +25,7 @@ func filling(then string) string {
 }
 
 // pauses measures pause and resume, of an idle machine and of one whose memory is in use, beside what the bare runtime takes to
-// save such a machine on the disk and kill it, and to bring it back until its process 1 answers. Only what saves memory has such a runtime.
+// save such a machine on the disk and kill it, and to bring it back until its process 1 answers. A provider that cannot pause is passed over.
 func (b *bench) pauses(p string) error {
 	caps, err := b.client.Capabilities(b.ctx, p)
 	if err != nil || !caps.Pause {
