@@ -79,7 +79,7 @@ var operations = map[string]operation{
 	"POST /v0/sandboxes/{id}/pause": {id: "pauseSandbox", tag: tagSandboxes, summary: "Pause a sandbox: its memory goes to disk",
 		text: "It then uses no memory and no processor. Named processes go on at the resume; commands that run end, and connections to ports are closed. " +
 			"Takes as long as the memory takes to be written, up to 10 minutes, and goes on when the client hangs up. After a failure the sandbox runs on, " +
-			"or is `failed` where it was lost. A provider that cannot answers `unsupported`.",
+			"or is `failed` where it was lost. `unsupported`: the provider cannot, or not what programs hold open right now, which the message names.",
 		request: of[shard.Empty](), optional: true, status: 200, answer: of[shard.Sandbox]()},
 	"POST /v0/sandboxes/{id}/resume": {id: "resumeSandbox", tag: tagSandboxes, summary: "Resume a paused sandbox",
 		text:    "It keeps its addresses and `started_at`. When that fails it stays paused. Where what was saved is missing: `no_checkpoint`; where another version of the runtime saved it: `unsupported`. A stop and a start bring back its files alone.",

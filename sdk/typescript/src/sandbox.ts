@@ -94,7 +94,7 @@ export class Sandbox implements AsyncDisposable {
    * Saves memory and files and suspends the sandbox. Named processes go on at resume(); commands that run end, with a
    * ConflictError for who waits for them, and connections to forwarded ports are closed.
    *
-   * @throws UnsupportedError when the provider cannot.
+   * @throws UnsupportedError when the provider cannot, or not what a program in the sandbox holds; it runs on.
    * @example
    * await sandbox.pause();
    */

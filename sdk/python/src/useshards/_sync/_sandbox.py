@@ -218,7 +218,7 @@ class Sandbox:
         connections to forwarded ports are closed.
 
         Raises:
-            UnsupportedError: The provider cannot pause.
+            UnsupportedError: The provider cannot pause, or not what a program in the sandbox holds; it runs on.
             ConflictError: It does not run.
 
         Example:
