@@ -127,6 +127,9 @@ func (sb *sandbox) quiesce(ctx context.Context, l *live) (err error) {
 	}
 	err = session.Quiesce(ctx)
 	_ = session.Close()
+	if e, refused := errors.AsType[*shard.Error](err); refused && e.Code == shard.CodeUnsupported {
+		return &provider.UnsavableError{Reason: e.Message}
+	}
 	if err != nil {
 		return shard.Wrap(shard.CodeTimeout, err, "sandbox %q could not be paused: its agent does not answer", sb.ref())
 	}

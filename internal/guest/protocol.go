@@ -133,7 +133,7 @@ const (
 
 	OpDial = "dial" // DialArgs → –           connects to a port of 127.0.0.1; Data both ways, EOF from each side, Done after both
 
-	OpQuiesce = "quiesce" // – → QuiesceHead    before a checkpoint: the agent holds no channel but its first, and commands stop until resume
+	OpQuiesce = "quiesce" // – → QuiesceHead    before a checkpoint: the agent holds no channel but its first, and commands stop until resume; unsupported: it would break something
 
 	OpPut    = "put"    // PutArgs → –           then Data host→guest until EOF, then Done
 	OpGet    = "get"    // PathArgs → shard.FileEntry, then Data guest→host until Done

@@ -262,6 +262,9 @@ func plain(h handler) func(*request) (guest.Done, error) {
 // quiesce leaves PID 1 with no channel but its first: a checkpoint cannot hold one that came later. Commands stop until they
 // are resumed, so that those which end with this session do nothing any more when the sandbox goes on.
 func (a *agent) quiesce(r *request) error {
+	if err := checkSockets(); err != nil {
+		return err
+	}
 	c := r.s.c
 	a.quiet.Store(true)
 	a.starting.Lock()
