@@ -26,7 +26,7 @@ var house = map[string]room{
 	"": {},
 
 	"cmd/shard":      {ours: []string{"", "internal/cli", "internal/daemon", "internal/gate"}},
-	"internal/cli":   {ours: []string{"", "client", "internal/durable", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/secret", "internal/setup", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/term", "golang.org/x/sys/"}},
+	"internal/cli":   {ours: []string{"", "client", "internal/durable", "internal/hostcheck", "internal/hostfs", "internal/policy", "internal/secret", "internal/setup", "internal/token"}, theirs: []string{"github.com/spf13/", "github.com/vbauerster/mpb/", "golang.org/x/net/publicsuffix", "golang.org/x/term", "golang.org/x/sys/"}},
 	"client":         {ours: []string{""}, theirs: []string{"github.com/coder/websocket", "golang.org/x/sys/"}},
 	"cmd/shard-init": {ours: []string{"internal/guest/agent"}},
 

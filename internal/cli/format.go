@@ -60,6 +60,32 @@ func (s size) Set(text string) error {
 	return nil
 }
 
+// life is the value of an option for how long something is good: a duration of Go's, or whole days (30d).
+type life struct{ value *time.Duration }
+
+func (l life) String() string {
+	if l.value == nil || *l.value == 0 {
+		return "" // no default to tell of
+	}
+	return l.value.String()
+}
+
+func (l life) Type() string { return "DURATION" }
+
+func (l life) Set(text string) error {
+	if days, ok := strings.CutSuffix(text, "d"); ok {
+		n, err := strconv.ParseUint(days, 10, 16)
+		*l.value = time.Duration(n) * 24 * time.Hour
+		if err == nil {
+			return nil
+		}
+	} else if d, err := time.ParseDuration(text); err == nil {
+		*l.value = d
+		return nil
+	}
+	return errors.New("write a number and a unit, such as 30m, 24h or 90d")
+}
+
 // printJSON writes v indented, or nothing at all when it cannot be encoded.
 func (a *App) printJSON(v any) error {
 	var b bytes.Buffer

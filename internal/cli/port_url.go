@@ -15,7 +15,7 @@ import (
 )
 
 func (a *App) portURLCommand() *cobra.Command {
-	var life time.Duration
+	good := shard.DefaultLinkLife
 	var keyFile string
 	cmd := &cobra.Command{
 		Use:   "url [options] SANDBOX PORT",
@@ -31,14 +31,14 @@ fall with it.`,
 			if err != nil || port == 0 {
 				return usagef("%s is not a port of a sandbox: write 1 to %d", shard.Quote(args[1]), shard.MaxPort)
 			}
-			if life < time.Second || life > shard.MaxLinkLife {
-				return usagef("--expires must be 1s to %s", shard.MaxLinkLife)
+			if good < time.Second || good > shard.MaxLinkLife {
+				return usagef("--expires must be 1s to %dd", shard.MaxLinkLife/(24*time.Hour))
 			}
-			return a.portURL(cmd.Context(), args[0], int(port), life, keyFile)
+			return a.portURL(cmd.Context(), args[0], int(port), good, keyFile)
 		},
 		ValidArgsFunction: a.completeSandboxes(1, anySandbox),
 	}
-	cmd.Flags().DurationVar(&life, "expires", shard.DefaultLinkLife, "`DURATION` for which the link is good, at most 720h")
+	cmd.Flags().Var(life{&good}, "expires", "`DURATION` for which the link is good, at most 30d")
 	signingKeyFlag(cmd, &keyFile)
 	return cmd
 }

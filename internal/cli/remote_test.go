@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/useshards/shard/internal/cli"
 )
@@ -299,7 +300,7 @@ func TestTokensCommands(t *testing.T) {
 	if got := run("list", "--format", "json"); got.code != 0 || got.out != "[]\n" {
 		t.Errorf("before the first: %+v", got)
 	}
-	minted := run("mint", "--name", "build-agent", "--duration", "24h", "--scopes", "exec, sandbox:read")
+	minted := run("mint", "--name", "build-agent", "--duration", "90d", "--scopes", "exec, sandbox:read")
 	if !regexp.MustCompile(`^\{"token":"[\w-]+\.[\w-]+\.[\w-]+","expires_at":"[\d-]+T[\d:]+Z","scopes":\["exec","sandbox:read"\]\}\n$`).MatchString(minted.out) || minted.code != 0 || minted.errs != "" {
 		t.Errorf("%+v", minted)
 	}
@@ -320,6 +321,9 @@ func TestTokensCommands(t *testing.T) {
 	}
 	if strings.Contains(list.out, key.Token) || strings.Contains(list.out, "hash") {
 		t.Error("the list shows more than it should")
+	}
+	if at, err := time.Parse(time.RFC3339, rows[0]["expires_at"].(string)); err != nil || time.Until(at) < 89*24*time.Hour {
+		t.Errorf("90d is until %v, %v", at, err)
 	}
 	id := rows[0]["id"].(string)
 	if got := run("revoke", id); got.code != 0 || got.out != id+"\n" {

@@ -5,9 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/net/publicsuffix"
+
+	"github.com/useshards/shard"
 )
 
 // ServeOptions are the options of the serve command.
@@ -75,8 +79,16 @@ own machine --preview-domain localhost needs neither.`,
 }
 
 func (a *App) serve(ctx context.Context, o ServeOptions) error {
+	if o.Preview != "" {
+		if err := checkPreviewDomain(o.Preview); err != nil {
+			return err
+		}
+	}
 	if a.Serve == nil {
 		return errors.New("this build has no shard serve")
+	}
+	if os.Geteuid() == 0 {
+		fmt.Fprintln(a.Err, "note: shard serve needs no root, and whoever takes it over should not have it: shard setup --http-api true runs it as a user of its own")
 	}
 	err := a.Serve(ctx, o)
 	if errors.Is(err, context.Canceled) || errors.Is(err, errInterrupted) {
@@ -89,4 +101,18 @@ func (a *App) serve(ctx context.Context, o ServeOptions) error {
 		return fmt.Errorf("%w: shard serve --help says what its user needs", err)
 	}
 	return err
+}
+
+// checkPreviewDomain refuses what is no domain or origin of preview addresses, and a domain that names are registered in, such as
+// com: a slip, since no server has all names below it. A domain that its owner has put on the public suffix list is a good one.
+func checkPreviewDomain(where string) error {
+	u, err := shard.PreviewOrigin(where, false, "80")
+	if err != nil {
+		return usagef("--preview-domain: %v", err)
+	}
+	host := u.Hostname()
+	if suffix, registry := publicsuffix.PublicSuffix(host); suffix == host && registry {
+		return usagef("--preview-domain: %s is a domain that others register names in: give one of your own, such as preview.example.com", shard.Quote(host))
+	}
+	return nil
 }

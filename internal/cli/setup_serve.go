@@ -83,8 +83,8 @@ func (o *setupOptions) settleServe(p *setup.Plan) error {
 	if p.Preview == "" {
 		return nil
 	}
-	if _, err := shard.PreviewOrigin(p.Preview, p.TLS, port); err != nil {
-		return usagef("--preview-domain: %v", err)
+	if err := checkPreviewDomain(p.Preview); err != nil {
+		return err
 	}
 	p.Preview = strings.ToLower(p.Preview)
 	return nil

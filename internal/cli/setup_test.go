@@ -27,6 +27,8 @@ func TestSetupWithoutATerminal(t *testing.T) {
 		"--local --yes --http-api true --preview-domain 127.0.0.1":        "below which there are no names",
 		"--local --yes --http-api true --preview-domain a_b.test":         "write it in ASCII",
 		"--local --yes --http-api true --preview-domain https://a.test/x": "is not the origin of preview addresses",
+		"--local --yes --http-api true --preview-domain com":              "others register names in",
+		"--local --yes --http-api true --preview-domain https://Co.Uk":    "others register names in",
 		"--local --yes --http-api true --tls-cert /etc/x":                 "go together",
 		"--local --yes --http-api true --tls-cert x --tls-key y":          "needs a path from / on",
 		"--local --yes --http-api true --tls-cert /x --tls-key /a%b":      "needs a path from / on",

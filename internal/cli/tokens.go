@@ -71,7 +71,7 @@ Needs no daemon. shard tokens scopes lists the scopes.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.name, "name", "", "`NAME` of whoever gets it; a name may have several")
-	f.DurationVar(&o.duration, "duration", 0, "how long it is good for: `DURATION` such as 24h, 0 is for ever")
+	f.Var(life{&o.duration}, "duration", "how long it is good for: `DURATION` such as 90d or 8h, 0 is for ever")
 	f.StringVar(&o.scopes, "scopes", shard.ScopeAll, "what it can do: `SCOPES` with commas between them")
 	_ = cmd.RegisterFlagCompletionFunc("scopes", completeScopes)
 	signingKeyFlag(cmd, &o.keyFile)
