@@ -116,26 +116,8 @@ func (a *App) setup(cmd *cobra.Command, o *setupOptions) error {
 		o.remote = a.remote // before the command it means the same
 	}
 	asks := &asker{app: a, in: bufio.NewReader(a.In), on: !o.yes && isTerminal(a.In) && isTerminal(a.Err)}
-	switch {
-	case o.local && o.remote != "":
-		return usagef("--local and --remote do not go together")
-	case o.remote == "" && o.save:
-		return usagef("--save is for --remote")
-	case o.remote != "" && (o.uninstall || o.provider != "" || o.httpAPI != nil || o.atBoot != nil || o.replaceKey || o.storage != nil || o.serves()):
-		return usagef("--remote goes with --save and --yes alone: the other options are about this host")
-	case o.storage != nil:
-		return errNoStorage
-	case !asks.on:
-		var missing []string
-		if !o.local && o.remote == "" && !o.uninstall {
-			missing = append(missing, "--local or --remote URL")
-		}
-		if !o.yes && (o.remote == "" || o.save) { // a look at a server elsewhere changes nothing
-			missing = append(missing, "--yes")
-		}
-		if len(missing) > 0 {
-			return usagef("there is no terminal to ask on: give %s", strings.Join(missing, " and "))
-		}
+	if err := o.check(asks.on); err != nil {
+		return err
 	}
 	ctx := cmd.Context()
 	if !o.local && o.remote == "" && !o.uninstall {
@@ -153,6 +135,32 @@ func (a *App) setup(cmd *cobra.Command, o *setupOptions) error {
 		return a.setupRemote(ctx, o, asks)
 	}
 	return a.setupLocal(ctx, o, asks)
+}
+
+// check refuses options that do not go together, and without a terminal those from which not all is known.
+func (o *setupOptions) check(terminal bool) error {
+	switch {
+	case o.local && o.remote != "":
+		return usagef("--local and --remote do not go together")
+	case o.remote == "" && o.save:
+		return usagef("--save is for --remote")
+	case o.remote != "" && (o.uninstall || o.provider != "" || o.httpAPI != nil || o.atBoot != nil || o.replaceKey || o.storage != nil || o.serves()):
+		return usagef("--remote goes with --save and --yes alone: the other options are about this host")
+	case o.storage != nil:
+		return errNoStorage
+	case !terminal:
+		var missing []string
+		if !o.local && o.remote == "" && !o.uninstall {
+			missing = append(missing, "--local or --remote URL")
+		}
+		if !o.yes && (o.remote == "" || o.save) { // a look at a server elsewhere changes nothing
+			missing = append(missing, "--yes")
+		}
+		if len(missing) > 0 {
+			return usagef("there is no terminal to ask on: give %s", strings.Join(missing, " and "))
+		}
+	}
+	return nil
 }
 
 func (a *App) setupLocal(ctx context.Context, o *setupOptions, asks *asker) error {

@@ -109,6 +109,7 @@ func (u *unpacker) run() error {
 	}
 }
 
+// entry takes an entry in, unless it is one to pass over.
 func (u *unpacker) entry(hdr *tar.Header) error {
 	extra := int64(0)
 	for k, v := range hdr.PAXRecords {
@@ -120,8 +121,7 @@ func (u *unpacker) entry(hdr *tar.Header) error {
 	if hdr.Uid < 0 || hdr.Gid < 0 || int64(hdr.Uid) >= 1<<32-1 || int64(hdr.Gid) >= 1<<32-1 {
 		return fmt.Errorf("%w: owner %d:%d", errEntry, hdr.Uid, hdr.Gid)
 	}
-	name := path.Clean("/" + hdr.Name)
-	dir, base := path.Split(name)
+	dir, base := path.Split(path.Clean("/" + hdr.Name))
 	if strings.Contains(dir, "/"+whPrefix) || (strings.HasPrefix(base, whPrefix+whPrefix) && base != whOpaque) {
 		return nil // bookkeeping of aufs
 	}
@@ -142,6 +142,12 @@ func (u *unpacker) entry(hdr *tar.Header) error {
 		}
 		return u.directory(u.root, ".", "/", hdr)
 	}
+	return u.place(dir, base, hdr)
+}
+
+// place puts an entry with a name into a directory.
+func (u *unpacker) place(dir, base string, hdr *tar.Header) error {
+	name := dir + base
 	pfd, err := u.parent(dir)
 	if err != nil {
 		return err
