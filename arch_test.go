@@ -66,10 +66,10 @@ var house = map[string]room{
 	"internal/tarstream": {ours: []string{""}, theirs: []string{"golang.org/x/sys/"}},
 
 	"internal/testenv": {ours: []string{"", "client"}, theirs: []string{"github.com/google/go-containerregistry/", "github.com/vishvananda/",
-		"github.com/miekg/dns", "github.com/rogpeppe/go-internal/testscript", "golang.org/x/"}},
+		"github.com/miekg/dns", "golang.org/x/"}},
 	"bench":       {ours: []string{"", "client", "internal/testenv", "internal/egress", "internal/policy", "internal/secret"}, theirs: []string{"github.com/klauspost/compress/", "golang.org/x/"}},
 	"test":        {},
-	"test/script": {},
+	"test/script": {ours: []string{"internal/testenv"}, theirs: []string{"github.com/rogpeppe/go-internal/testscript"}},
 
 	"tools/openapi": {ours: []string{""}},
 	"tools/report":  {},

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/useshards/shard/internal/testenv"
+	"github.com/useshards/shard/test/script"
 )
 
 const wait = 60 * time.Second
@@ -340,7 +341,7 @@ func stories(t *testing.T, d *testenv.Daemon) {
 			shard = append(shard, kv)
 		}
 	}
-	d.Stories(t, append(shard, cmd.Path), "runc")
+	script.Run(t, d, append(shard, cmd.Path), "runc")
 }
 
 // case138: names are never paths.

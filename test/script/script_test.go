@@ -1,4 +1,3 @@
-// Package script runs the stories in *.txtar: what a person types, and what the real programs answer.
 package script
 
 import (
@@ -10,5 +9,5 @@ import (
 
 func TestScripts(t *testing.T) {
 	d := testenv.Start(t, testenv.Options{})
-	d.Stories(t, []string{filepath.Join(testenv.Bin(t), "shard"), "--root", d.Root})
+	Run(t, d, []string{filepath.Join(testenv.Bin(t), "shard"), "--root", d.Root})
 }

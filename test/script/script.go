@@ -1,4 +1,5 @@
-package testenv
+// Package script runs the stories in *.txtar: what a person types, and what the real programs answer.
+package script
 
 import (
 	"errors"
@@ -11,25 +12,27 @@ import (
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
+
+	"github.com/useshards/shard/internal/testenv"
 )
 
-// Stories runs every story in test/script on the providers that are named, else on every one that works on this host. In a
-// story `shard` is the command line that is given, for this daemon, which has the image busybox, and $P is the provider, which
-// also serves as a prefix of names; a line after [pauses] is for those that can pause.
-func (d *Daemon) Stories(t *testing.T, shard []string, providers ...string) {
+// Run runs every story on the providers that are named, else on every one that works on this host. In a story `shard` is the
+// command line that is given, for this daemon, which has the image busybox, and $P is the provider, which also serves as a prefix
+// of names; a line after [pauses] is for those that can pause.
+func Run(t *testing.T, d *testenv.Daemon, shard []string, providers ...string) {
 	t.Helper()
-	d.Import("busybox", Busybox(t))
+	d.Import("busybox", testenv.Busybox(t))
 	bin := t.TempDir()
 	if err := os.WriteFile(filepath.Join(bin, "shard"), []byte("#!/bin/sh\nexec "+strings.Join(shard, " ")+" \"$@\"\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	d.EachProvider(t, func(t *testing.T, _ *Daemon, provider string) {
+	d.EachProvider(t, func(t *testing.T, _ *testenv.Daemon, provider string) {
 		caps, err := d.Client().Capabilities(t.Context(), provider)
 		if err != nil {
 			t.Fatal(err)
 		}
 		testscript.Run(t, testscript.Params{
-			Dir: filepath.Join(Module(), "test", "script"),
+			Dir: filepath.Join(testenv.Module(), "test", "script"),
 			Setup: func(env *testscript.Env) error {
 				env.Setenv("P", provider)
 				env.Setenv("PATH", bin+string(os.PathListSeparator)+env.Getenv("PATH"))
