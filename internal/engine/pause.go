@@ -83,7 +83,7 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 	}
 	sb.dropCheckpoint()
 	if err := os.Mkdir(sb.checkpoint(), 0o700); err != nil {
-		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused: is the host's disk full?", sb.ref())
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on", sb.ref())
 	}
 	if err := sb.update(func(r *record) { r.Intent = "pause" }); err != nil {
 		sb.dropCheckpoint()
@@ -167,7 +167,7 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 		case refused:
 			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q could not be paused and runs on: %s", sb.ref(), unsavable.Reason)
 		case errors.Is(err, syscall.ENOSPC):
-			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room on the host's disk for its memory", sb.ref())
+			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room for its memory", sb.ref())
 		case errors.Is(err, provider.ErrForeign):
 			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was started by another version of its provider, and runs on: it can be paused once it was stopped and started", sb.ref())
 		case shard.CodeOf(err) != shard.CodeInternal:
@@ -275,7 +275,7 @@ func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, re
 		return nil, shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was paused by another version of its provider, and its memory cannot be used any more: "+
 			"stop it, and start it with its files", sb.ref())
 	case errors.Is(err, syscall.ENOSPC):
-		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the host's disk is full", sb.ref())
+		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused", sb.ref())
 	}
 	return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the daemon's log says why", sb.ref())
 }
