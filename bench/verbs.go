@@ -28,7 +28,6 @@ var targets = map[string]map[string]float64{
 // provider measures every verb with one provider.
 func (b *bench) provider(p string) error {
 	target := targets[p]
-	row := func(what string) string { return p + " " + what }
 	floor, err := b.floorOf(p)
 	if err != nil {
 		b.report.note("%s: no bare runtime beside it: %v", p, err)
@@ -47,105 +46,13 @@ func (b *bench) provider(p string) error {
 			defer func() { _ = end() }()
 		}
 	}
-
-	// Life.
-	var last string
-	drop := func() error {
-		if last == "" {
-			return nil
-		}
-		id := last
-		last = ""
-		return b.remove(id)
-	}
-	create := func() (v float64, err error) {
-		if err := drop(); err != nil {
-			return 0, err
-		}
-		return timed(func() error { last, err = b.create(p); return err })()
-	}
-	if err := b.sample(row("create → running"), b.o.n, target["create"], runtimeName+" run, first word", create, bare, "ms"); err != nil {
+	id, err := b.life(p, target, bare, runtimeName)
+	if err != nil {
 		return err
 	}
-	firstOutput := func() (float64, error) {
-		if err := drop(); err != nil {
-			return 0, err
-		}
-		return timed(func() (err error) {
-			if last, err = b.create(p); err != nil {
-				return err
-			}
-			return b.exec(last, io.Discard, "echo", "x")
-		})()
-	}
-	if err := b.sample(row("create → first output"), b.o.n, target["first output"], runtimeName+" run, first word", firstOutput, bare, "ms"); err != nil {
+	if err := b.commands(p, id, target, bareExec, runtimeName); err != nil {
 		return err
 	}
-	id := last
-	last = ""
-	stopped := timed(func() error { _, err := b.client.Stop(b.ctx, id); return err })
-	var starts, removes []float64
-	stopStart := func() (float64, error) {
-		v, err := stopped()
-		if err != nil {
-			return 0, err
-		}
-		begin := time.Now()
-		_, err = b.client.Start(b.ctx, id)
-		starts = append(starts, float64(time.Since(begin))/float64(time.Millisecond))
-		return v, err
-	}
-	if err := b.sample(row("stop"), b.o.n, target["stop"], "", stopStart, nil, "ms"); err != nil {
-		return err
-	}
-	b.add(row("start"), "ms", target["start"], starts[1:]...)
-	for range b.o.n {
-		victim, err := b.create(p)
-		if err != nil {
-			return err
-		}
-		v, err := timed(func() error { return b.remove(victim) })()
-		if err != nil {
-			return err
-		}
-		removes = append(removes, v)
-	}
-	b.add(row("remove --force of a running one"), "ms", target["remove"], removes...)
-
-	// Commands.
-	if err := b.sample(row("exec true, API"), 5*b.o.n, target["exec API"], "fork+exec+wait", timed(func() error { return b.exec(id, io.Discard, "true") }), b.process, "ms"); err != nil {
-		return err
-	}
-	// A named process is durable when it is answered: beside an exec's start it costs a record, written and synced.
-	runs := 0
-	process := func() (float64, error) {
-		name := fmt.Sprintf("p%d", runs%8)
-		runs++
-		req := shard.RunRequest{Name: &name, Command: []string{"true"}, Restart: &shard.RestartSpec{Policy: shard.RestartNo}}
-		return b.apart(func() error { _, err := b.client.RunProcess(b.ctx, id, req); return err })
-	}
-	started := func() (float64, error) {
-		return b.apart(func() error {
-			_, err := b.client.Exec(b.ctx, id, shard.ExecRequest{Command: []string{"true"}})
-			return err
-		})
-	}
-	if err := b.sample(row("process start, API"), 5*b.o.n, 0, "the start of an exec", process, started, "ms"); err != nil {
-		return err
-	}
-	b.over(b.report.Rows[len(b.report.Rows)-1], 1)
-	cliExec := timed(func() error { _, err := b.cli("exec", id, "true"); return err })
-	if err := b.sample(row("exec true, CLI"), b.o.n, target["exec CLI"], runtimeName+" exec", cliExec, bareExec, "ms"); err != nil {
-		return err
-	}
-	const outBytes = 512 << 20
-	output := rate(outBytes, func() error {
-		return b.exec(id, io.Discard, "dd", "if=/dev/zero", "bs=64k", fmt.Sprintf("count=%d", outBytes>>16))
-	})
-	if err := b.sample(row("exec output"), max(b.o.n/4, 2), target["output"], "a pipe on the host", output, b.pipe(outBytes), "MB/s"); err != nil {
-		return err
-	}
-
 	if err := b.files(p, id, target); err != nil {
 		return err
 	}
@@ -162,6 +69,107 @@ func (b *bench) provider(p string) error {
 		return err
 	}
 	return b.memory(p, target["memory"])
+}
+
+// life measures creates, stops, starts and removes beside the bare runtime, and leaves one sandbox.
+func (b *bench) life(p string, target map[string]float64, bare func() (float64, error), runtimeName string) (string, error) {
+	var last string
+	drop := func() error {
+		if last == "" {
+			return nil
+		}
+		id := last
+		last = ""
+		return b.remove(id)
+	}
+	create := func() (v float64, err error) {
+		if err := drop(); err != nil {
+			return 0, err
+		}
+		return timed(func() error { last, err = b.create(p); return err })()
+	}
+	if err := b.sample(p+" create → running", b.o.n, target["create"], runtimeName+" run, first word", create, bare, "ms"); err != nil {
+		return "", err
+	}
+	firstOutput := func() (float64, error) {
+		if err := drop(); err != nil {
+			return 0, err
+		}
+		return timed(func() (err error) {
+			if last, err = b.create(p); err != nil {
+				return err
+			}
+			return b.exec(last, io.Discard, "echo", "x")
+		})()
+	}
+	if err := b.sample(p+" create → first output", b.o.n, target["first output"], runtimeName+" run, first word", firstOutput, bare, "ms"); err != nil {
+		return "", err
+	}
+	id := last
+	last = ""
+	stopped := timed(func() error { _, err := b.client.Stop(b.ctx, id); return err })
+	var starts, removes []float64
+	stopStart := func() (float64, error) {
+		v, err := stopped()
+		if err != nil {
+			return 0, err
+		}
+		begin := time.Now()
+		_, err = b.client.Start(b.ctx, id)
+		starts = append(starts, float64(time.Since(begin))/float64(time.Millisecond))
+		return v, err
+	}
+	if err := b.sample(p+" stop", b.o.n, target["stop"], "", stopStart, nil, "ms"); err != nil {
+		return "", err
+	}
+	b.add(p+" start", "ms", target["start"], starts[1:]...)
+	for range b.o.n {
+		victim, err := b.create(p)
+		if err != nil {
+			return "", err
+		}
+		v, err := timed(func() error { return b.remove(victim) })()
+		if err != nil {
+			return "", err
+		}
+		removes = append(removes, v)
+	}
+	b.add(p+" remove --force of a running one", "ms", target["remove"], removes...)
+	return id, nil
+}
+
+// commands measures what runs in a sandbox, and its output.
+func (b *bench) commands(p, id string, target map[string]float64, bareExec func() (float64, error), runtimeName string) error {
+	if err := b.sample(p+" exec true, API", 5*b.o.n, target["exec API"], "fork+exec+wait", timed(func() error { return b.exec(id, io.Discard, "true") }), b.process, "ms"); err != nil {
+		return err
+	}
+	// A named process is durable when it is answered: beside an exec's start it costs a record, written and synced.
+	runs := 0
+	process := func() (float64, error) {
+		name := fmt.Sprintf("p%d", runs%8)
+		runs++
+		req := shard.RunRequest{Name: &name, Command: []string{"true"}, Restart: &shard.RestartSpec{Policy: shard.RestartNo}}
+		return b.apart(func() error { _, err := b.client.RunProcess(b.ctx, id, req); return err })
+	}
+	started := func() (float64, error) {
+		return b.apart(func() error {
+			_, err := b.client.Exec(b.ctx, id, shard.ExecRequest{Command: []string{"true"}})
+			return err
+		})
+	}
+	if err := b.sample(p+" process start, API", 5*b.o.n, 0, "the start of an exec", process, started, "ms"); err != nil {
+		return err
+	}
+	b.over(b.report.Rows[len(b.report.Rows)-1], 1)
+	cliExec := timed(func() error { _, err := b.cli("exec", id, "true"); return err })
+	if err := b.sample(p+" exec true, CLI", b.o.n, target["exec CLI"], runtimeName+" exec", cliExec, bareExec, "ms"); err != nil {
+		return err
+	}
+	const outBytes = 512 << 20
+	output := rate(outBytes, func() error {
+		return b.exec(id, io.Discard, "dd", "if=/dev/zero", "bs=64k", fmt.Sprintf("count=%d", outBytes>>16))
+	})
+	return b.sample(p+" exec output", max(b.o.n/4, 2), target["output"], "a pipe on the host", output, b.pipe(outBytes), "MB/s")
 }
 
 // apart times f once what went before has come to rest: a program's end costs about as much as its start.
