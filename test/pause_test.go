@@ -200,80 +200,92 @@ for line in sys.stdin:
     mono, born, sleeper = now_mono, time.clock_gettime(time.CLOCK_BOOTTIME), subprocess.Popen(["sleep", "1"])
 `
 
-// TestPauseMemory: a program and all that the kernel holds for it go on where they stood, over several pauses and a restart of the
-// daemon in between; with the wall clock of the host, and as the sandbox that it was.
-func TestPauseMemory(t *testing.T) {
+// TestPause: what a sandbox is and has goes on over a pause, and what was changed meanwhile holds.
+func TestPause(t *testing.T) {
 	t.Parallel()
-	d := egressDaemon(t)
+	d := secretDaemon(t, testenv.Options{})
+	got := &seen{}
+	d.Lab().Web().Handle("/seen", got)
+	one, two := d.Lab().CanaryInWorld("203.0.113.9:7000"), d.Lab().CanaryInWorld("203.0.113.10:7000")
 	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
-		c := connect(t, d)
-		id := box(t, d, provider, "--name", "keeper-"+provider, "--vcpus", "1", testenv.PythonRef)
-		sh(t, d, id, "mkdir -m 777 /work; mkfifo -m 666 /work/ask")
-		addresses := func() string {
-			return sh(t, d, id, "cat /proc/net/fib_trie /proc/net/if_inet6 2>/dev/null; cat /etc/hosts /etc/resolv.conf; nproc")
-		}
-		mustRun(t, c, id, shard.RunRequest{Name: p("keeper"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/work/ask`, keeper},
-			Env: []string{"KEPT=yes"}, Workdir: "/work", User: "1234:4321", Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
-		address, before := addresses(), inspect(t, d, id)
-		var last struct{ Count, PID, Threads float64 }
-		tell := func(step int) {
-			t.Helper()
-			asked := time.Now()
-			sh(t, d, id, "echo go >/work/ask")
-			var line string
-			testenv.Eventually(t, "the program tells", func() (bool, string) {
-				log := logOf(t, c, id, "keeper")
-				lines := strings.Split(log, "\n")
-				if len(lines) < step+2 {
-					return false, log
-				}
-				line = lines[step]
-				return true, ""
-			})
-			var told map[string]any
-			if err := json.Unmarshal([]byte(line), &told); err != nil {
-				t.Fatalf("step %d: %v: %s", step, err, logOf(t, c, id, "keeper"))
-			}
-			for what, is := range told {
-				if is == false {
-					t.Errorf("step %d: of the program is lost: %s", step, what)
-				}
-			}
-			const off = 2 * time.Second // its clock runs by itself, and is set right again and again
-			wall := time.UnixMicro(int64(told["wall"].(float64) * 1e6))
-			if wall.Before(asked.Add(-off)) || wall.After(time.Now().Add(off)) {
-				t.Errorf("step %d: the program reads %s on the clock, between %s and %s", step, wall, asked, time.Now())
-			}
-			now := fmt.Sprint(told["hostname"], told["env"], told["cwd"], told["ids"])
-			if want := "keeper-" + provider + "yes/work[1234 4321]"; now != want {
-				t.Errorf("step %d: the program is %s, want %s", step, now, want)
-			}
-			if count := told["count"].(float64); count < last.Count || step > 1 && (told["pid"] != last.PID || told["threads"] != last.Threads) {
-				t.Errorf("step %d: %v, before %+v", step, told, last)
-			}
-			last.Count, last.PID, last.Threads = told["count"].(float64), told["pid"].(float64), told["threads"].(float64)
-			if got := addresses(); got != address {
-				t.Errorf("step %d: the network is %s\nand was %s", step, got, address)
-			}
-			if now := inspect(t, d, id); !equalJSON(now, before) {
-				t.Errorf("step %d: the record is %+v, and was %+v", step, now, before)
-			}
-		}
-		tell(1)
-		for step := 2; step <= 4; step++ {
-			pause(t, c, id)
-			switch step {
-			case 2:
-				time.Sleep(3 * time.Second) // a clock that stood still meanwhile shows
-			case 3:
-				d.Stop()
-				d.Restart()
-			}
-			resume(t, c, id)
-			tell(step)
-		}
+		one.Control()
+		two.Control()
+		pauseMemory(t, d, provider)
 		pauseBounds(t, d, provider)
+		pausePolicy(t, d, provider, one, two)
+		pauseSecret(t, d, provider, got)
 	})
+}
+
+// pauseMemory: a program and all that the kernel holds for it go on where they stood, over several pauses and a restart of the
+// daemon in between; with the wall clock of the host, and as the sandbox that it was.
+func pauseMemory(t *testing.T, d *testenv.Daemon, provider string) {
+	c := connect(t, d)
+	id := box(t, d, provider, "--name", "keeper-"+provider, "--vcpus", "1", trustingPython)
+	sh(t, d, id, "mkdir -m 777 /work; mkfifo -m 666 /work/ask")
+	addresses := func() string {
+		return sh(t, d, id, "cat /proc/net/fib_trie /proc/net/if_inet6 2>/dev/null; cat /etc/hosts /etc/resolv.conf; nproc")
+	}
+	mustRun(t, c, id, shard.RunRequest{Name: p("keeper"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/work/ask`, keeper},
+		Env: []string{"KEPT=yes"}, Workdir: "/work", User: "1234:4321", Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
+	address, before := addresses(), inspect(t, d, id)
+	var last struct{ Count, PID, Threads float64 }
+	tell := func(step int) {
+		t.Helper()
+		asked := time.Now()
+		sh(t, d, id, "echo go >/work/ask")
+		var line string
+		testenv.Eventually(t, "the program tells", func() (bool, string) {
+			log := logOf(t, c, id, "keeper")
+			lines := strings.Split(log, "\n")
+			if len(lines) < step+2 {
+				return false, log
+			}
+			line = lines[step]
+			return true, ""
+		})
+		var told map[string]any
+		if err := json.Unmarshal([]byte(line), &told); err != nil {
+			t.Fatalf("step %d: %v: %s", step, err, logOf(t, c, id, "keeper"))
+		}
+		for what, is := range told {
+			if is == false {
+				t.Errorf("step %d: of the program is lost: %s", step, what)
+			}
+		}
+		const off = 2 * time.Second // its clock runs by itself, and is set right again and again
+		wall := time.UnixMicro(int64(told["wall"].(float64) * 1e6))
+		if wall.Before(asked.Add(-off)) || wall.After(time.Now().Add(off)) {
+			t.Errorf("step %d: the program reads %s on the clock, between %s and %s", step, wall, asked, time.Now())
+		}
+		now := fmt.Sprint(told["hostname"], told["env"], told["cwd"], told["ids"])
+		if want := "keeper-" + provider + "yes/work[1234 4321]"; now != want {
+			t.Errorf("step %d: the program is %s, want %s", step, now, want)
+		}
+		if count := told["count"].(float64); count < last.Count || step > 1 && (told["pid"] != last.PID || told["threads"] != last.Threads) {
+			t.Errorf("step %d: %v, before %+v", step, told, last)
+		}
+		last.Count, last.PID, last.Threads = told["count"].(float64), told["pid"].(float64), told["threads"].(float64)
+		if got := addresses(); got != address {
+			t.Errorf("step %d: the network is %s\nand was %s", step, got, address)
+		}
+		if now := inspect(t, d, id); !equalJSON(now, before) {
+			t.Errorf("step %d: the record is %+v, and was %+v", step, now, before)
+		}
+	}
+	tell(1)
+	for step := 2; step <= 4; step++ {
+		pause(t, c, id)
+		switch step {
+		case 2:
+			time.Sleep(3 * time.Second) // a clock that stood still meanwhile shows
+		case 3:
+			d.Stop()
+			d.Restart()
+		}
+		resume(t, c, id)
+		tell(step)
+	}
 }
 
 // hog holds random bytes, of which it says the sum at each line of its input.
@@ -290,7 +302,7 @@ for line in sys.stdin:
 // pauseBounds: a pause and a resume keep the bounds, and memory close to its bound comes back whole.
 func pauseBounds(t *testing.T, d *testenv.Daemon, provider string) {
 	c := connect(t, d)
-	id := box(t, d, provider, "--memory", "256MiB", "--vcpus", "1", "--disk", "64MiB", testenv.PythonRef)
+	id := box(t, d, provider, "--memory", "256MiB", "--vcpus", "1", "--disk", "64MiB", trustingPython)
 	sh(t, d, id, "mkfifo /ask")
 	mustRun(t, c, id, shard.RunRequest{Name: p("hog"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/ask`, hog}, Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
 	for round := range 3 {

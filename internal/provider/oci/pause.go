@@ -90,6 +90,9 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 		if ctx.Err() != nil {
 			err = ctx.Err()
 		}
+		if full(dir) { // what the runtime says of it is a text, if anything
+			err = errors.Join(err, unix.ENOSPC)
+		}
 		return fmt.Errorf("the runtime failed: %w: %s", err, complaint(i.spec))
 	}
 	if err := syncDir(dir); err != nil {
@@ -215,6 +218,12 @@ func (p pauser) foreign(ctx context.Context, dir string) bool {
 	}
 	now, err := p.version(ctx)
 	return err == nil && strings.TrimSpace(string(saved)) != now.number
+}
+
+// full says whether the disk of a directory has next to no room.
+func full(dir string) bool {
+	var fs unix.Statfs_t
+	return unix.Statfs(dir, &fs) == nil && fs.Bavail*uint64(fs.Bsize) < 1<<20
 }
 
 // clearDir empties a directory of what was not wholly saved. A machine that could not write may hold its files open: the room
