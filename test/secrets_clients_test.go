@@ -76,7 +76,7 @@ func TestSecretClients(t *testing.T) {
 		sh(t, d, id, "set -e; head -n -$(wc -l </tmp/lab.pem) $SSL_CERT_FILE >/tmp/before; export SSL_CERT_FILE=/tmp/before; "+unpacked+"\n"+recipe+"\n"+world+"-cacerts")
 		trusts(t, "java", unpacked)
 
-		for _, name := range testenv.ClientNames {
+		for _, name := range slices.Concat(testenv.ClientNames, testenv.OtherClientNames) {
 			trusts(t, name, ":")
 		}
 		if r := as(t, "0", `get-curl https://dest.lab.test/ "Key: $API_TOKEN"`); r.Code != 0 || got.take()[0].Header.Get("Key") != value {
@@ -136,6 +136,25 @@ func TestSecretClients(t *testing.T) {
 				export CARGO_REGISTRIES_LAB_CREDENTIAL_PROVIDER=cargo:token; cargo vendor -q vendor >/dev/null; cat vendor/lab-package/src/lib.rs`,
 				"pub const ANSWER: i32 = 42;", func(password string) string { return password })
 		})
+		t.Run("Rust with OpenSSL", func(t *testing.T) {
+			has(t, "rust")
+			has(t, "native-tls")
+			trusts(t, "rust-native", ":")
+		})
+		// The places of Fedora and its kin, and the tool that makes the trust file anew there, as their update-ca-trust runs it: for
+		// that the proxy's certificate lies among the anchors.
+		sh(t, d, id, `set -e; p=/etc/pki/ca-trust; mkdir -p $p/source/anchors $p/extracted/pem /etc/pki/tls/certs /usr/share/pki/ca-trust-source/anchors
+			cat /usr/share/ca-certificates/mozilla/*.crt | tee $p/extracted/pem/tls-ca-bundle.pem >/usr/share/pki/ca-trust-source/anchors/world.pem; cp /tmp/lab.pem $p/source/anchors/lab.pem
+			ln -s $p/extracted/pem/tls-ca-bundle.pem /etc/pki/tls/certs/ca-bundle.crt; ln -s certs/ca-bundle.crt /etc/pki/tls/cert.pem
+			rm -rf /etc/ssl/certs /usr/local/share/ca-certificates; ln -s ../pki/tls/certs /etc/ssl/certs
+			sed -i "s,^x-init-reserved:.*,x-init-reserved: paths='$p/source:/usr/share/pki/ca-trust-source'," /usr/share/p11-kit/modules/p11-kit-trust.module`)
+		d.Must("stop", id)
+		d.Must("start", id)
+		sh(t, d, id, `set -e; echo >$SSL_CERT_FILE; trust extract --overwrite --comment --format=pem-bundle --filter=ca-anchors --purpose=server-auth /etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem
+			test $(grep -c BEGIN $SSL_CERT_FILE) -gt 100`)
+		for _, name := range []string{"curl", "urllib", "ruby"} {
+			trusts(t, name, ":")
+		}
 	})
 }
 

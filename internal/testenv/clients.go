@@ -19,8 +19,11 @@ const ClientsRef = "local/clients:latest"
 // and fails where that is no success or nothing. get-rust is there too where Rust is on this host: see Missing.
 var ClientNames = []string{"curl", "wget", "urllib", "requests", "httpx", "node", "go", "java"}
 
-// Missing with "rust" or "pypi" behind it is a file in the image of clients that says why it lacks get-rust and cargo, or the
-// Python packages in PyPI. Else it is not there.
+// OtherClientNames are more of them, which agents use less.
+var OtherClientNames = []string{"wget2", "aria2", "openssl", "ruby", "php"}
+
+// Missing with "rust", "native-tls" or "pypi" behind it is a file in the image of clients that says why it lacks get-rust and cargo,
+// get-rust-native, or the Python packages in PyPI. Else it is not there.
 const Missing = "/usr/local/lib/no-"
 
 // PyPI is where the image of clients has requests and httpx as they come from their registry, beside the distribution's.
@@ -56,9 +59,9 @@ var goClient = sync.OnceValues(func() ([]byte, error) {
 	return os.ReadFile(filepath.Join(dir, "get-go"))
 })
 
-// ClientsArchive is the path of an image (500 MB) with the clients that agents use: curl, wget, git, apt, Python with pip, requests
-// and httpx, Node with npm, Java, Rust with cargo, and programs in Go and C. It is built from this distribution's packages and cached
-// under build/.
+// ClientsArchive is the path of an image (600 MB) with the clients that agents use: curl, wget, git, apt, Python with pip, requests
+// and httpx, Node with npm, Java, Rust with cargo, Ruby, PHP, wget2, aria2, programs in Go and C, and p11-kit's trust. It is built
+// from this distribution's packages and cached under build/.
 // They trust what the image's trust file holds: TrustLab adds the lab's authority in a sandbox.
 func ClientsArchive(t testing.TB) string {
 	t.Helper()
@@ -104,7 +107,8 @@ func buildClients() (string, error) {
 		// The cargo behind rustup's, which needs no library of this distribution's. What it builds is kept in build/.
 		"rust": `cargo=$(rustup which cargo 2>/dev/null || command -v cargo) || { echo "there is no cargo on this host" >&2; exit 1; }
 			cp "$cargo" "$2/usr/local/bin/cargo"; rm -rf rust/src; mkdir -p rust; cp -rp "$1/rust/." rust; cd rust
-			cargo build -q --target-dir target >&2; strip -o "$2/usr/local/bin/get-rust" target/debug/get-rust`,
+			features=native-tls; pkg-config --exists openssl || { features=; echo "there are no headers of OpenSSL on this host" >"$2` + Missing + `native-tls"; }
+			cargo build -q --target-dir target --features "$features" >&2; strip -o "$2/usr/local/bin/get-rust" target/debug/get-rust`,
 		"pypi": `p=pypi-requests-2.32.5-httpx-0.28.1
 			[ -d $p ] || { rm -rf new; python3 -m pip install -q --disable-pip-version-check --root-user-action=ignore --no-compile --target new \
 				--platform any --only-binary=:all: --implementation py --abi none --python-version 3.11 requests==2.32.5 httpx==0.28.1 >&2; mv new $p; }
@@ -117,7 +121,8 @@ func buildClients() (string, error) {
 		}
 	}
 	return w.run(filepath.Join(Module(), "demo", "build-image"), filepath.Join(Module(), "build", "image"), "clients", files,
-		"apt", "curl", "git", "openssl", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless")
+		"apt", "curl", "git", "openssl", "wget", "python3-requests", "python3-httpx", "python3-pip", "nodejs", "openjdk-17-jre-headless",
+		"wget2", "aria2", "ruby", "php-cli", "p11-kit")
 }
 
 // machine is the architecture as C compilers name it.

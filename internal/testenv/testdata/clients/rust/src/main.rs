@@ -1,4 +1,5 @@
-// get-rust is Rust in the image of clients. It trusts what the system trusts, or with --built-in first what it was built with.
+// get-rust is Rust in the image of clients. It trusts what the system trusts, or with --built-in first what it was built with; with
+// --native-tls first its TLS is the system's too, which is OpenSSL.
 use ureq::tls::{RootCerts, TlsConfig};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -7,7 +8,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(_) => RootCerts::WebPki,
         None => RootCerts::PlatformVerifier,
     };
-    let tls = TlsConfig::builder().root_certs(roots).build();
+    let provider = match args.next_if(|a| a == "--native-tls") {
+        #[cfg(feature = "native-tls")]
+        Some(_) => ureq::tls::TlsProvider::NativeTls,
+        #[cfg(not(feature = "native-tls"))]
+        Some(_) => Err("built without it")?,
+        None => ureq::tls::TlsProvider::Rustls,
+    };
+    let tls = TlsConfig::builder()
+        .root_certs(roots)
+        .provider(provider)
+        .build();
     let agent = ureq::Agent::config_builder()
         .tls_config(tls)
         .build()
