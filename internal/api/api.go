@@ -309,6 +309,15 @@ func (c *call) flag(name string) (bool, error) {
 	return false, shard.Invalidf("query parameter %s must be true or false", name)
 }
 
+// follows reads whether a log is followed, which is the only form a WebSocket has.
+func (c *call) follows() (bool, error) {
+	follow, err := c.flag("follow")
+	if err == nil && !follow && upgrades(c.r) {
+		return false, shard.Invalidf("a WebSocket carries a log that is followed: add follow=true")
+	}
+	return follow, err
+}
+
 // body decodes a JSON body into v, whose type is the whole schema: an unknown field is refused by name.
 func (c *call) body(v any, optional bool) error {
 	data, err := io.ReadAll(http.MaxBytesReader(c.w, c.r.Body, maxBody))

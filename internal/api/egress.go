@@ -12,14 +12,11 @@ import (
 // egressLog answers what was decided about a sandbox's traffic: as a list, or followed, as JSON lines or WebSocket text
 // messages. A WebSocket's close says why the end came.
 func (a *API) egressLog(c *call) error {
-	follow, err := c.flag("follow")
+	follow, err := c.follows()
 	if err != nil {
 		return err
 	}
 	if !follow {
-		if upgrades(c.r) {
-			return shard.Invalidf("a WebSocket carries a log that is followed: add follow=true")
-		}
 		decisions, cut, err := a.Engine.EgressLog(c.param("id"))
 		if err != nil {
 			return err

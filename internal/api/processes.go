@@ -71,14 +71,11 @@ func (a *API) attachProcess(c *call) error {
 }
 
 func (a *API) processLogs(c *call) error {
-	follow, err := c.flag("follow")
+	follow, err := c.follows()
 	if err != nil {
 		return err
 	}
 	if !follow {
-		if upgrades(c.r) {
-			return shard.Invalidf("a WebSocket carries a log that is followed: add follow=true")
-		}
 		log, err := a.Engine.ProcessLog(c.param("id"), c.param("name"))
 		if err != nil {
 			return err

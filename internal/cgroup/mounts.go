@@ -4,7 +4,6 @@ package cgroup
 
 import (
 	"slices"
-	"strconv"
 	"strings"
 )
 
@@ -48,18 +47,5 @@ func hasV1(mounts []mount, controller string) bool {
 	return slices.ContainsFunc(mounts, func(m mount) bool { return !m.v2 && slices.Contains(m.controllers, controller) })
 }
 
-// unescape undoes the \ooo with which the kernel writes spaces, tabs, newlines and backslashes.
-func unescape(s string) string {
-	var b strings.Builder
-	for i := 0; i < len(s); i++ {
-		if s[i] == '\\' && i+3 < len(s) {
-			if n, err := strconv.ParseUint(s[i+1:i+4], 8, 8); err == nil {
-				b.WriteByte(byte(n))
-				i += 3
-				continue
-			}
-		}
-		b.WriteByte(s[i])
-	}
-	return b.String()
-}
+// unescape undoes how the kernel writes what would part its fields or lines.
+var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace
