@@ -177,25 +177,30 @@ func (s *stranger) Exited(guest.Exit) {
 
 func (*stranger) Broken(error) {}
 
-// loadCommands reads the commands that an earlier daemon held for a sandbox, unless this one holds them.
+// loadCommands reads the commands that an earlier daemon held for a sandbox, beside those that this one holds.
 func (e *Engine) loadCommands(sb *sandbox) {
-	sb.mu.Lock()
-	held := sb.commands != nil
-	sb.mu.Unlock()
-	if held {
-		return
-	}
 	entries, _ := os.ReadDir(filepath.Join(sb.dir, "execs"))
 	for _, entry := range entries {
-		c, err := e.loadCommand(sb, entry.Name())
-		if err != nil {
-			e.Log.Warn("drop an unreadable command", "sandbox", sb.id, "exec", entry.Name(), "err", err)
-			_ = os.RemoveAll(filepath.Join(sb.dir, "execs", entry.Name()))
+		id := entry.Name()
+		sb.mu.Lock()
+		held := slices.ContainsFunc(sb.commands, func(c *Command) bool { return c.rec.ID == id })
+		sb.mu.Unlock()
+		if held {
 			continue
 		}
+		c, err := e.loadCommand(sb, id)
+		if err != nil {
+			e.Log.Warn("drop an unreadable command", "sandbox", sb.id, "exec", id, "err", err)
+			_ = os.RemoveAll(filepath.Join(sb.dir, "execs", id))
+			continue
+		}
+		sb.mu.Lock()
 		sb.commands = append(sb.commands, c)
+		sb.mu.Unlock()
 	}
+	sb.mu.Lock()
 	slices.SortFunc(sb.commands, func(a, b *Command) int { return a.rec.StartedAt.Compare(b.rec.StartedAt) })
+	sb.mu.Unlock()
 	sb.evict()
 }
 
