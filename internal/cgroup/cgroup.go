@@ -74,6 +74,8 @@ type flavour interface {
 	ociBase() string
 	// limit applies l to the group, whose directories exist.
 	limit(id string, l Limits) error
+	// bound is Group.Bound.
+	bound(id string, l Limits) (settled bool, err error)
 	// start starts cmd inside the group.
 	start(id string, cmd *exec.Cmd) error
 	// kill sends SIGKILL to everything in the group and keeps it from growing; fs.ErrNotExist if there is no group.
@@ -340,6 +342,18 @@ func (g *Group) Kill(ctx context.Context) error {
 		}
 	}
 }
+
+// Bound changes the bounds on memory and processes of a group in use; the others stay. While the group uses more memory than l
+// grants, and nothing of that can be reclaimed, it is bounded to what it uses, settled is false, and the caller tries again later.
+func (g *Group) Bound(l Limits) (settled bool, err error) {
+	if settled, err = g.m.fs.bound(g.id, l); err != nil {
+		return false, fmt.Errorf("bound control group: %w", err)
+	}
+	return settled, nil
+}
+
+// slack is what a group that uses too much may use on top, in bytes, until its use is looked at again.
+const slack = 32 << 20
 
 // Procs lists the processes in the group and in groups below it.
 func (g *Group) Procs() ([]int, error) {

@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -48,6 +49,18 @@ func helper(what string) {
 			b[i] = 1
 		}
 		fmt.Println("done", len(b))
+	case "keep": // touch arg MiB until a line comes in, then give them back, until killed
+		mib, _ := strconv.Atoi(arg)
+		b, _ := unix.Mmap(-1, 0, mib<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+		for i := 0; i < len(b); i += 4096 {
+			b[i] = 1
+		}
+		signals := make(chan os.Signal, 1)
+		signal.Notify(signals, unix.SIGUSR1)
+		fmt.Println("here")
+		<-signals
+		_ = unix.Munmap(b)
+		time.Sleep(5 * time.Minute)
 	case "child": // a child touches too much, we live on
 		err := helperCommand("alloc " + arg).Run()
 		fmt.Println("child:", err)
@@ -310,6 +323,54 @@ func TestOutOfMemory(t *testing.T) {
 				t.Error("the count is lost with the group")
 			}
 		})
+	}
+}
+
+// A bound that is raised can be used, and one that is lowered below what is used ends nothing: it holds as soon as it can.
+func TestBound(t *testing.T) {
+	m, ctx := newManager(t), bounded(t)
+	own := Limits{MemoryMax: 64 << 20, MemoryHigh: 48 << 20, PIDs: 200}
+	raised := Limits{MemoryMax: 512 << 20, MemoryHigh: 400 << 20, PIDs: 300}
+	g := create(t, m, "a", own)
+	w, err := g.OOM()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if settled, err := g.Bound(raised); err != nil || !settled {
+		t.Fatalf("raised: %t, %v", settled, err)
+	}
+	cmd, line := start(t, g, "keep 200")
+	if line != "here" {
+		t.Fatalf("the program says %q", line)
+	}
+	if settled, err := g.Bound(own); err != nil || settled {
+		t.Fatalf("lowered below what is used: %t, %v", settled, err)
+	}
+	if pids, err := g.Procs(); err != nil || len(pids) != 1 || w.Kills() > 0 {
+		t.Fatalf("processes %v, %v, %d killed", pids, err, w.Kills())
+	}
+	if err := cmd.Process.Signal(unix.SIGUSR1); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the bound holds", func() bool {
+		settled, err := g.Bound(own)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return settled
+	})
+	hungry := helperCommand("alloc 200")
+	if err := g.Start(hungry); err != nil {
+		t.Fatal(err)
+	}
+	_ = hungry.Wait()
+	select {
+	case <-w.C:
+	case <-ctx.Done():
+		t.Error("past the bound nothing is killed")
+	}
+	if err := w.Close(); err != nil {
+		t.Error(err)
 	}
 }
 

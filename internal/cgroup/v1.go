@@ -110,6 +110,52 @@ func (f *v1) limit(id string, l Limits) error {
 	return nil
 }
 
+func (f *v1) bound(id string, l Limits) (settled bool, err error) {
+	if l.PIDs > 0 {
+		if err := writeInt(f.file("pids", id, "max"), l.PIDs); err != nil {
+			return false, err
+		}
+	}
+	if l.MemoryMax <= 0 {
+		return true, nil
+	}
+	if err := writeInt(f.file("memory", id, "soft_limit_in_bytes"), l.MemoryHigh); err != nil {
+		return false, err
+	}
+	err = f.limitMemory(id, l.MemoryMax)
+	if !errors.Is(err, unix.EBUSY) {
+		return err == nil, err
+	}
+	use, err := readInt(f.file("memory", id, "usage_in_bytes"))
+	if err != nil {
+		return false, err
+	}
+	if err = f.limitMemory(id, max(use+slack, l.MemoryMax)); errors.Is(err, unix.EBUSY) {
+		err = nil
+	}
+	return false, err
+}
+
+// limitMemory bounds memory, with and without swap, in the order that the kernel takes: alone it is never more than together.
+// unix.EBUSY: the group uses more.
+func (f *v1) limitMemory(id string, n int64) error {
+	alone, together := f.file("memory", id, "limit_in_bytes"), f.file("memory", id, "memsw.limit_in_bytes")
+	now, err := readInt(alone)
+	if err != nil {
+		return err
+	}
+	files := []string{alone, together}
+	if n > now {
+		files = []string{together, alone}
+	}
+	for _, file := range files {
+		if err := writeInt(file, n); err != nil && !(file == together && errors.Is(err, fs.ErrNotExist)) {
+			return err
+		}
+	}
+	return nil
+}
+
 // start moves one thread of ours into the group, forks from it and lets the thread end. A move of a single thread by
 // itself is cheap and leaves the daemon's other threads alone; the child inherits every hierarchy at birth.
 func (f *v1) start(id string, cmd *exec.Cmd) error {

@@ -143,6 +143,32 @@ func (f *v2) limit(id string, l Limits) error {
 	return nil
 }
 
+func (f *v2) bound(id string, l Limits) (settled bool, err error) {
+	dir := filepath.Join(f.base, id)
+	if l.PIDs > 0 {
+		if err := writeInt(filepath.Join(dir, "pids.max"), l.PIDs); err != nil {
+			return false, err
+		}
+	}
+	if l.MemoryMax <= 0 {
+		return true, nil
+	}
+	// Of a group that uses more than memory.max the kernel kills what it cannot reclaim, and memory.high makes it crawl.
+	s, err := f.stats(id)
+	if err != nil {
+		return false, err
+	}
+	settled = s.MemoryBytes <= l.MemoryMax
+	if !settled {
+		l.MemoryMax = s.MemoryBytes + slack
+		l.MemoryHigh = l.MemoryMax
+	}
+	if err := writeInt(filepath.Join(dir, "memory.high"), l.MemoryHigh); err != nil {
+		return false, err
+	}
+	return settled, writeInt(filepath.Join(dir, "memory.max"), l.MemoryMax)
+}
+
 func (f *v2) start(id string, cmd *exec.Cmd) error {
 	dir, err := os.OpenFile(filepath.Join(f.base, id), unix.O_PATH|unix.O_DIRECTORY, 0)
 	if err != nil {

@@ -128,7 +128,7 @@ func (sb *sandbox) quiesce(ctx context.Context, l *live) (err error) {
 	err = session.Quiesce(ctx)
 	_ = session.Close()
 	if e, refused := errors.AsType[*shard.Error](err); refused && e.Code == shard.CodeUnsupported {
-		return &provider.UnsavableError{Reason: e.Message}
+		return &provider.RefusedError{Reason: e.Message}
 	}
 	if err != nil {
 		return shard.Wrap(shard.CodeTimeout, err, "sandbox %q could not be paused: its agent does not answer", sb.ref())
@@ -162,10 +162,10 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 		sb.learn(func(r *record) { r.Intent = "" })
 		sb.dropCheckpoint()
 		e.enliven(sb, newLive(l.inst))
-		unsavable, refused := errors.AsType[*provider.UnsavableError](err)
+		why, refused := errors.AsType[*provider.RefusedError](err)
 		switch {
 		case refused:
-			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q could not be paused and runs on: %s", sb.ref(), unsavable.Reason)
+			return shard.Wrap(shard.CodeUnsupported, err, "sandbox %q could not be paused and runs on: %s", sb.ref(), why.Reason)
 		case errors.Is(err, syscall.ENOSPC):
 			return shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be paused and runs on: there is no room for its memory", sb.ref())
 		case errors.Is(err, provider.ErrForeign):
@@ -267,6 +267,7 @@ func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, re
 		return nil, err
 	}
 	undo.push(func(ctx context.Context) error { return p.(provider.Provider).Destroy(ctx, spec) })
+	var refused *provider.RefusedError
 	inst, err = p.Resume(ctx, spec, sb.checkpoint())
 	switch {
 	case err == nil:
@@ -274,6 +275,8 @@ func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, re
 	case errors.Is(err, provider.ErrForeign):
 		return nil, shard.Wrap(shard.CodeUnsupported, err, "sandbox %q was paused by another version of its provider, and its memory cannot be used any more: "+
 			"stop it, and start it with its files", sb.ref())
+	case errors.As(err, &refused):
+		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: %s", sb.ref(), refused.Reason)
 	case errors.Is(err, syscall.ENOSPC):
 		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused", sb.ref())
 	}

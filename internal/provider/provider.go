@@ -37,10 +37,11 @@ type Pauser interface {
 	// Pause saves the machine into the empty directory dir and ends it. commit is called when all is on the disk and the
 	// machine stands still; only once it has returned nil is the machine ended. When it or anything before it fails the
 	// machine runs on and dir is empty, else the error is ErrLost, or ErrBusy: Settle lets it go on when that is possible.
-	// An UnsavableError is the guest's doing.
+	// A RefusedError is the doing of the guest, or of the host's memory.
 	Pause(ctx context.Context, inst Instance, dir string, commit func() error) error
 	// Resume starts the machine that Pause saved into dir, which stays as it is. spec.Root must hold the files as they were.
 	// It is otherwise like Start. When it returns the guest runs, and its files are no longer those of dir.
+	// A RefusedError is the doing of the host's memory.
 	Resume(ctx context.Context, spec Spec, dir string) (Instance, error)
 	// Settle finds out what became of a Pause or a Resume that was not finished, most often because its daemon ended, and
 	// returns the handle of the machine, which runs, or ErrGone. ErrBusy: a runtime program is still at it, or the machine.
@@ -133,10 +134,10 @@ var ErrLost = errors.New("the machine was lost while it was saved")
 // ErrBusy says that something begun earlier is not over yet.
 var ErrBusy = errors.New("what was begun on the machine earlier is still under way")
 
-// UnsavableError says that a machine has something that a save could not keep, so that none was begun. Reason tells the user.
-type UnsavableError struct{ Reason string }
+// RefusedError says that a pause or a resume was not begun, since it would not have ended well. Reason tells the user.
+type RefusedError struct{ Reason string }
 
-func (e *UnsavableError) Error() string { return "the machine cannot be saved: " + e.Reason }
+func (e *RefusedError) Error() string { return e.Reason }
 
 // ErrForeign says that a machine was saved, or started, by another version of the provider: this one cannot go on with it.
 var ErrForeign = errors.New("the machine is of another version of the provider")

@@ -18,8 +18,10 @@ import (
 // cgroup that it manages, and with --ignore-cgroups it shows those of the host; this one reads them from the OCI spec.
 type boot struct{ sentrycmd.Boot }
 
-// FetchSpec runs after the flags were parsed and before Execute, which makes it the place to correct them.
+// FetchSpec runs after the flags were parsed and before Execute, which makes it the place to correct them, and to begin what shall
+// go on beside it.
 func (b *boot) FetchSpec(conf *config.Config, f *flag.FlagSet) (string, *specs.Spec, error) {
+	go tidy()
 	id, spec, err := b.Boot.FetchSpec(conf, f)
 	if err != nil {
 		return id, spec, err

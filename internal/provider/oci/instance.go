@@ -42,9 +42,13 @@ type Instance struct {
 
 	pidfds  []*os.File
 	oom     *cgroup.OOMWatch
-	owned   sync.WaitGroup // the goroutines of watch
+	owned   sync.WaitGroup // the goroutines of watch, and of takeBack
+	quit    chan struct{}  // closed by Close
 	closing sync.Once
 	closed  error
+
+	bounds sync.Mutex // held while the group's bounds are changed
+	lent   bool       // they are raised; guarded by bounds
 
 	ending atomic.Pointer[string] // why the provider itself ended the machine; the first reason counts
 	exit   provider.Exit          // written before done is closed
@@ -118,6 +122,9 @@ func (i *Instance) Close() error {
 		}
 		if i.oom != nil {
 			errs = append(errs, i.oom.Close())
+		}
+		if i.quit != nil {
+			close(i.quit)
 		}
 		i.owned.Wait()
 		i.closed = errors.Join(errs...)

@@ -133,7 +133,7 @@ func (p *OCI) make(ctx context.Context, spec provider.Spec, start func(*Instance
 	if err != nil {
 		return nil, err // nothing to undo, and a machine of this id that still runs keeps running
 	}
-	i := &Instance{p: p, spec: spec, group: group, done: make(chan struct{})}
+	i := &Instance{p: p, spec: spec, group: group, done: make(chan struct{}), quit: make(chan struct{})}
 	defer func() {
 		if err != nil {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanup)
@@ -161,7 +161,7 @@ func (p *OCI) Recover(_ context.Context, spec provider.Spec, h json.RawMessage) 
 		return nil, fmt.Errorf("the handle of %s is of version %d for %q, not %d for %q", spec.ID, handle.Version, handle.Provider,
 			handleVersion, p.flavour.name)
 	}
-	i := &Instance{p: p, spec: spec, handle: handle, done: make(chan struct{})}
+	i := &Instance{p: p, spec: spec, handle: handle, done: make(chan struct{}), quit: make(chan struct{})}
 	group, err := p.opt.Cgroups.Open(spec.ID)
 	if errors.Is(err, fs.ErrNotExist) {
 		i.exit = provider.Exit{Detail: "the machine ended while no daemon ran, and its control group is gone"}
@@ -184,6 +184,9 @@ func (p *OCI) Recover(_ context.Context, spec provider.Spec, h json.RawMessage) 
 	}
 	if err != nil {
 		return nil, fmt.Errorf("recover %s: %w", spec.ID, err)
+	}
+	if p.flavour.pauses {
+		i.takeBack() // what was lent when the daemon died
 	}
 	return i, nil
 }

@@ -36,6 +36,8 @@ const (
 	versionName = "version"
 	// pagesName is the file that holds nearly all of what a pause saves.
 	pagesName = "pages.img"
+	// stateName is the file of all else.
+	stateName = "checkpoint.img"
 )
 
 // pauser is an OCI whose runtime can save machines. It implements provider.Pauser.
@@ -54,6 +56,7 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 		return err
 	}
 	defer func() { _ = busy.Close() }()
+	defer i.takeBack() // once it is settled
 	ctx, cancel := context.WithTimeout(ctx, saveTime)
 	defer cancel()
 	defer func() {
@@ -78,6 +81,13 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 	if err := p.writeVersion(ctx, dir); err != nil {
 		return err
 	}
+	own, err := ownMemory(i.handle.Main.PID)
+	if err != nil {
+		return err
+	}
+	if err := i.lend(saveFactor * own); err != nil {
+		return err
+	}
 	cmd := p.command(ctx, i.spec, "save", "--image-path", dir, runtimeID)
 	cmd.ExtraFiles = []*os.File{busy}
 	stop := writeBehind(filepath.Join(dir, pagesName))
@@ -85,7 +95,7 @@ func (p pauser) Pause(ctx context.Context, inst provider.Instance, dir string, c
 	stop()
 	if err != nil {
 		if exit, failed := errors.AsType[*exec.ExitError](err); failed && exit.ExitCode() == exitRefused {
-			return &provider.UnsavableError{Reason: strings.TrimSpace(string(why))}
+			return &provider.RefusedError{Reason: strings.TrimSpace(string(why))}
 		}
 		if ctx.Err() != nil {
 			err = ctx.Err()
@@ -116,6 +126,16 @@ func (p pauser) Resume(ctx context.Context, spec provider.Spec, dir string) (pro
 	}
 	defer func() { _ = busy.Close() }()
 	inst, err := p.make(ctx, spec, func(i *Instance) error {
+		var need int64
+		for name, factor := range map[string]int64{stateName: loadFactor, pagesName: 1} {
+			if info, err := os.Stat(filepath.Join(dir, name)); err == nil {
+				need += factor * info.Size()
+			}
+		}
+		defer i.takeBack()
+		if err := i.lend(need); err != nil {
+			return err
+		}
 		i.inherits = []*os.File{busy}
 		err := i.launch(ctx, saveTime, filepath.Join(spec.Dir, agentName), "restore", "--image-path", dir)
 		if exit, failed := errors.AsType[*exec.ExitError](err); failed && !exit.Exited() && p.settle(ctx, spec, busy) == nil {
