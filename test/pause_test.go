@@ -335,6 +335,11 @@ func pauseBounds(t *testing.T, d *testenv.Daemon, provider string) {
 	})
 }
 
+// endless is input without an end.
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }
+
 // TestPauseCommands: a pause ends commands, with a clear error, and nothing of them happens any more when the sandbox goes on; what
 // ended commands left behind goes on.
 func TestPauseCommands(t *testing.T) {
@@ -360,8 +365,15 @@ func TestPauseCommands(t *testing.T) {
 			if err := cli.Start(); err != nil {
 				t.Fatal(err)
 			}
+			fed := d.Command("exec", "-i", id, "sh", "-c", "cat >/dev/null")
+			complaint := new(strings.Builder)
+			fed.Stdin, fed.Stderr = endless{}, complaint
+			if err := fed.Start(); err != nil {
+				t.Fatal(err)
+			}
+			watch := socket(t, d, id, "/root")
 			attached := run(t, d, id, shard.ExecRequest{Command: write("attached"), Stdin: true})
-			socket := open(t, d, id, attached)
+			stream := open(t, d, id, attached)
 			all := []string{attached,
 				run(t, d, id, shard.ExecRequest{Command: write("alone")}),
 				run(t, d, id, shard.ExecRequest{Command: write("tty"), TTY: true}),
@@ -390,7 +402,13 @@ func TestPauseCommands(t *testing.T) {
 			if code := exitCode(t, "the command line of a command", cli); code != 1 || !strings.HasPrefix(stderr.String(), "shard: ") || !strings.Contains(stderr.String(), "was paused") {
 				t.Errorf("exec over a pause: exit code %d, %q", code, stderr)
 			}
-			if _, last, code := socket.all(); code != 1000 || !strings.HasPrefix(last, "\x05") || !strings.Contains(last, string(shard.CodeSandboxNotRunning)) || !strings.Contains(last, "was paused") {
+			if code := exitCode(t, "the command line of a command with input", fed); code != 1 || !strings.Contains(complaint.String(), "was paused") {
+				t.Errorf("exec with input over a pause: exit code %d, %q", code, complaint)
+			}
+			if _, _, err := watch.Read(t.Context()); !strings.Contains(fmt.Sprint(err), "paused") {
+				t.Errorf("a watch over a pause: %v", err)
+			}
+			if _, last, code := stream.all(); code != 1000 || !strings.HasPrefix(last, "\x05") || !strings.Contains(last, string(shard.CodeSandboxNotRunning)) || !strings.Contains(last, "was paused") {
 				t.Errorf("the socket of a command over a pause: %q, %d", last, code)
 			}
 			if got := <-waiting; !strings.HasPrefix(got, "409 ") || !strings.Contains(got, "was paused") {

@@ -117,18 +117,24 @@ func (a *Attachment) Stdin(ctx context.Context, p []byte) error {
 	if !c.stdin {
 		return nil
 	}
-	cmd, err := c.attended(ctx)
-	if cmd == nil || err != nil {
-		return err
+	for {
+		cmd, err := c.attended(ctx)
+		if cmd == nil || err != nil {
+			return err
+		}
+		n, err := cmd.Write(ctx, p)
+		c.mu.Lock()
+		c.sent += int64(n)
+		c.mu.Unlock()
+		switch {
+		case errors.Is(err, guest.ErrQuiesced): // the command is gone with it, or a pause has failed and all goes on
+			p = p[n:]
+			continue
+		case errors.Is(err, guest.ErrLost), errors.Is(err, guest.ErrProtocol):
+			return errInput
+		}
+		return ctx.Err() // otherwise the program takes no more
 	}
-	n, err := cmd.Write(ctx, p)
-	c.mu.Lock()
-	c.sent += int64(n)
-	c.mu.Unlock()
-	if errors.Is(err, guest.ErrLost) || errors.Is(err, guest.ErrProtocol) {
-		return errInput
-	}
-	return ctx.Err() // otherwise the program takes no more
 }
 
 // CloseStdin ends the program's input.
@@ -136,14 +142,20 @@ func (a *Attachment) CloseStdin(ctx context.Context) error {
 	if !a.c.stdin {
 		return nil
 	}
-	cmd, err := a.c.attended(ctx)
-	if cmd == nil || err != nil {
-		return err
+	for {
+		cmd, err := a.c.attended(ctx)
+		if cmd == nil || err != nil {
+			return err
+		}
+		err = cmd.CloseStdin()
+		switch {
+		case errors.Is(err, guest.ErrQuiesced):
+			continue
+		case err != nil && !a.c.Ended():
+			return errInput
+		}
+		return nil
 	}
-	if cmd.CloseStdin() != nil && !a.c.Ended() {
-		return errInput
-	}
-	return nil
 }
 
 var errInput = shard.Errorf(shard.CodeInternal, "the sandbox's agent broke off, and input was lost: attach again and look how far the command came")

@@ -22,6 +22,9 @@ func (e *Engine) agent(ctx context.Context, ref string) (*sandbox, *guest.Sessio
 
 // explain says why an operation failed that was broken off: most often the sandbox was ended under it.
 func (sb *sandbox) explain(err error) error {
+	if errors.Is(err, guest.ErrQuiesced) {
+		return shard.Wrap(shard.CodeSandboxNotRunning, err, "sandbox %q was just being paused: what was under way in it was broken off", sb.ref())
+	}
 	lost := errors.Is(err, guest.ErrLost)
 	if !lost && shard.CodeOf(err) != shard.CodeInternal {
 		return err

@@ -27,6 +27,9 @@ const (
 // ErrLost says that the channel to the guest ended, or that the session was closed.
 var ErrLost = errors.New("the channel to the guest is lost")
 
+// ErrQuiesced is an ErrLost too: it says that the session ended for a checkpoint.
+var ErrQuiesced = fmt.Errorf("%w: the guest stands still", ErrLost)
+
 // Conn is what a session needs of a net.Conn.
 type Conn interface {
 	io.ReadWriteCloser
@@ -49,7 +52,8 @@ type Session struct {
 	mu      sync.Mutex // never held over I/O; comes before a stream's
 	streams map[uint32]*Stream
 	last    uint32
-	dials   int // of the streams
+	dials   int  // of the streams
+	quiet   bool // a checkpoint is near
 	err     error
 
 	grown atomic.Int64 // bytes that the windows of dials have grown by
@@ -143,6 +147,9 @@ func (s *Session) Quiesce(ctx context.Context) error {
 	if err := s.lock(ctx); err != nil { // and kept: half a frame in the agent's hands would spoil the next hello
 		return err
 	}
+	s.mu.Lock()
+	s.quiet = true
+	s.mu.Unlock()
 	payload, err := json.Marshal(Open{Op: OpQuiesce})
 	st := s.newStream(nil)
 	if err == nil {
@@ -175,6 +182,9 @@ func (s *Session) end(err error) {
 	if s.err != nil {
 		s.mu.Unlock()
 		return
+	}
+	if s.quiet && errors.Is(err, ErrLost) {
+		err = ErrQuiesced
 	}
 	s.err = err
 	s.mu.Unlock()
