@@ -190,9 +190,10 @@ func send(ctx context.Context, s *Session, op, path string, args any, r io.Reade
 	defer st.Close()
 	bounded, _ := r.(interface{ SetReadDeadline(time.Time) error })
 	if bounded != nil {
-		over := make(chan struct{})
-		defer close(over)
+		over, done := make(chan struct{}), make(chan struct{})
+		defer func() { close(over); <-done }() // so that it cuts nothing that is read later
 		go func() { // whoever waits for the client must not miss that the sandbox has gone
+			defer close(done)
 			select {
 			case <-s.Done():
 				_ = bounded.SetReadDeadline(time.Unix(1, 0))
