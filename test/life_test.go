@@ -189,12 +189,29 @@ func TestCase105(t *testing.T) {
 			if a.Status < 300 {
 				t.Errorf("swap was accepted by a provider that has none: %s", a.Body)
 			}
+			if list := d.Must("list", "--all", "--quiet"); list != id {
+				t.Errorf("a refused create left %s", list)
+			}
 		}
-		for verb, announced := range map[string]bool{"create": caps.Create, "start": caps.Start, "stop": caps.Stop, "remove": caps.Remove} {
+		for verb, announced := range map[string]bool{"create": caps.Create, "start": caps.Start, "stop": caps.Stop, "remove": caps.Remove, "port": caps.Port} {
 			if !announced {
 				t.Errorf("%s is announced as missing", verb)
 			}
 		}
+		d.Must("port", "add", id, "18105:80")
+		for _, verb := range []string{"stop", "start"} {
+			d.Must(verb, id)
+		}
+		// The command line says the same.
+		table := strings.Fields(d.Must("capabilities", "--provider", provider))
+		for what, can := range map[string]bool{"create": caps.Create, "start": caps.Start, "stop": caps.Stop, "remove": caps.Remove, "pause": caps.Pause,
+			"resume": caps.Resume, "fork": caps.Fork, "snapshot": caps.Snapshot, "port": caps.Port, "swap": caps.Swap} {
+			at := slices.Index(table, what)
+			if want := map[bool]string{true: "yes", false: "no"}[can]; at < 0 || at+1 >= len(table) || table[at+1] != want {
+				t.Errorf("capabilities: %s is not %s: %q", what, want, table)
+			}
+		}
+		d.Must("remove", "--force", id)
 	})
 }
 
