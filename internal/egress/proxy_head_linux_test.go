@@ -271,3 +271,54 @@ func (c *client) returned(t *testing.T) {
 		}
 	}
 }
+
+// TestUploadsWhileAWriteWaits: what a body was read into is of the share until no write waits that it may wait behind.
+func TestUploadsWhileAWriteWaits(t *testing.T) {
+	near, far := net.Pipe()
+	defer far.Close()
+	c := &client{proxy: &Proxy{maxConns: 1, maxOpen: 1}, hosts: map[*hostConn]struct{}{}}
+	conn, err := c.keep(near)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := conn.(*hostConn)
+	body := func() *upload { return &upload{ReadCloser: io.NopCloser(strings.NewReader("x")), size: scratch} }
+	first, second, after := body(), body(), body()
+	for _, u := range []*upload{first, second, after} {
+		if !u.begin(h) || !u.begin(h) { // the second time it is sent again
+			t.Fatal("there is no room")
+		}
+	}
+	if c.held != 3*scratch {
+		t.Errorf("%d bytes are held", c.held)
+	}
+	if first.Close(); c.held != 2*scratch {
+		t.Errorf("no write waits: %d bytes are held", c.held)
+	}
+	wrote := make(chan error, 1)
+	go func() { _, err := h.Write([]byte("x")); wrote <- err }()
+	for waits := false; !waits; time.Sleep(time.Millisecond) {
+		h.mu.Lock()
+		waits = h.writing
+		h.mu.Unlock()
+	}
+	if _, err := io.ReadAll(second); err != nil || second.Close() != nil || c.held != 2*scratch {
+		t.Errorf("a write waits: %v, %d bytes are held", err, c.held)
+	}
+	if _, err := io.ReadFull(far, make([]byte, 1)); err != nil || <-wrote != nil || c.held != scratch {
+		t.Errorf("the write has ended: %v, %d bytes are held", err, c.held)
+	}
+	go func() { _, err := h.Write([]byte("x")); wrote <- err }()
+	for waits := false; !waits; time.Sleep(time.Millisecond) {
+		h.mu.Lock()
+		waits = h.writing
+		h.mu.Unlock()
+	}
+	_ = after.Close()
+	if c.end(); <-wrote == nil || c.held != 0 {
+		t.Errorf("the sandbox is gone: %d bytes are held", c.held)
+	}
+	if u := body(); c.hold(maxHeld) && u.begin(h) {
+		t.Error("there is room beyond the share")
+	}
+}
