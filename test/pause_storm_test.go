@@ -134,7 +134,7 @@ func TestPauseAtOnce(t *testing.T) {
 		verb := func(do func(context.Context, string) (*shard.Sandbox, error)) func() error {
 			return func() error { _, err := do(t.Context(), id); return err }
 		}
-		for round := range 3 {
+		for round := range 2 {
 			// Two pauses, two resumes: one of each.
 			errs := together(verb(c.Pause), later(round, verb(c.Pause)), verb(c.Pause))
 			one(errs, shard.CodeSandboxNotRunning)
@@ -190,66 +190,64 @@ func TestPauseAtOnce(t *testing.T) {
 		// All that a running sandbox is used for, by many.
 		d.Must("port", "add", id, "18130:80")
 		allowed := []shard.Code{"", shard.CodeSandboxNotRunning, shard.CodeNotFound}
-		for round := range 2 {
-			ctx, cancel := context.WithCancel(t.Context())
-			var wg sync.WaitGroup
-			use := func(what string, once func(n int) error) {
-				for w := range 3 {
-					wg.Go(func() {
-						for n := w; ctx.Err() == nil; n += 3 {
-							if err := once(n); !slices.Contains(allowed, shard.CodeOf(err)) {
-								t.Errorf("%s at a pause: %v", what, err)
-							}
-							time.Sleep(5 * time.Millisecond)
+		ctx, cancel := context.WithCancel(t.Context())
+		var wg sync.WaitGroup
+		use := func(what string, once func(n int) error) {
+			for w := range 3 {
+				wg.Go(func() {
+					for n := w; ctx.Err() == nil; n += 3 {
+						if err := once(n); !slices.Contains(allowed, shard.CodeOf(err)) {
+							t.Errorf("%s at a pause: %v", what, err)
 						}
-					})
-				}
+						time.Sleep(5 * time.Millisecond)
+					}
+				})
 			}
-			use("exec", func(n int) error {
-				_, s, err := c.Run(t.Context(), id, shard.ExecRequest{Command: script("echo hi; sleep 0.1"), TTY: n%2 == 0})
-				if err != nil {
-					return err
-				}
-				defer func() { _ = s.Close() }()
-				_, err = s.Copy(io.Discard, io.Discard)
-				return err
-			})
-			use("put", func(n int) error {
-				const size = 300_000
-				return c.PutFile(t.Context(), id, fmt.Sprintf("/f%d", n%3), strings.NewReader(strings.Repeat("x", size)), size, client.WriteOptions{})
-			})
-			use("archive", func(int) error {
-				r, _, err := c.GetArchive(t.Context(), id, "/etc")
-				if err == nil {
-					_, _ = io.Copy(io.Discard, r) // may be cut
-					_ = r.Close()
-				}
-				return err
-			})
-			use("run", func(n int) error {
-				_, err := c.RunProcess(t.Context(), id, runs(fmt.Sprintf("p%d-%d", round, n%3), shard.RestartNo, "true"))
-				if shard.CodeOf(err) == shard.CodeNameTaken {
-					err = nil
-				}
-				return err
-			})
-			use("port", func(int) error {
-				if conn, err := d.Lab().DialFromHost(t.Context(), "tcp4", local(18130)); err == nil {
-					_ = conn.SetDeadline(time.Now().Add(time.Minute))
-					_, _ = io.ReadAll(conn)
-					_ = conn.Close()
-				}
-				return nil
-			})
-			time.Sleep(200 * time.Millisecond)
-			for range 3 {
-				pause(t, c, id)
-				resume(t, c, id)
-				time.Sleep(50 * time.Millisecond)
-			}
-			cancel()
-			wg.Wait()
 		}
+		use("exec", func(n int) error {
+			_, s, err := c.Run(t.Context(), id, shard.ExecRequest{Command: script("echo hi; sleep 0.1"), TTY: n%2 == 0})
+			if err != nil {
+				return err
+			}
+			defer func() { _ = s.Close() }()
+			_, err = s.Copy(io.Discard, io.Discard)
+			return err
+		})
+		use("put", func(n int) error {
+			const size = 300_000
+			return c.PutFile(t.Context(), id, fmt.Sprintf("/f%d", n%3), strings.NewReader(strings.Repeat("x", size)), size, client.WriteOptions{})
+		})
+		use("archive", func(int) error {
+			r, _, err := c.GetArchive(t.Context(), id, "/etc")
+			if err == nil {
+				_, _ = io.Copy(io.Discard, r) // may be cut
+				_ = r.Close()
+			}
+			return err
+		})
+		use("run", func(n int) error {
+			_, err := c.RunProcess(t.Context(), id, runs(fmt.Sprintf("p%d", n%3), shard.RestartNo, "true"))
+			if shard.CodeOf(err) == shard.CodeNameTaken {
+				err = nil
+			}
+			return err
+		})
+		use("port", func(int) error {
+			if conn, err := d.Lab().DialFromHost(t.Context(), "tcp4", local(18130)); err == nil {
+				_ = conn.SetDeadline(time.Now().Add(time.Minute))
+				_, _ = io.ReadAll(conn)
+				_ = conn.Close()
+			}
+			return nil
+		})
+		time.Sleep(200 * time.Millisecond)
+		for range 3 {
+			pause(t, c, id)
+			resume(t, c, id)
+			time.Sleep(50 * time.Millisecond)
+		}
+		cancel()
+		wg.Wait()
 		// A file is whole, or is not there.
 		if got := sh(t, d, id, "cd /; for f in f0 f1 f2; do [ -e $f ] && wc -c <$f; done; ls -a / | grep -c shard-new || true"); strings.Trim(strings.ReplaceAll(got, "300000\n", ""), "0\n") != "" {
 			t.Errorf("the files that were written: %q", got)
@@ -300,30 +298,28 @@ func TestPauseTen(t *testing.T) {
 			}
 			return strings.Count(logOf(t, c, ids[i], "count"), "\n")
 		}
-		for range 2 {
-			all(func(i int) {
-				if s, err := c.Pause(t.Context(), ids[i]); err != nil || s.State != shard.StatePaused {
-					t.Errorf("pause: %+v, %v", s, err)
-				}
-			})
-			testenv.Eventually(t, "nothing of ten paused sandboxes is on the host", func() (bool, string) {
-				left := testenv.Observe(ids...)
-				return left.Empty(), left.String()
-			})
-			before := make([]int, len(ids))
-			for i := range ids {
-				before[i] = lines(i)
+		all(func(i int) {
+			if s, err := c.Pause(t.Context(), ids[i]); err != nil || s.State != shard.StatePaused {
+				t.Errorf("pause: %+v, %v", s, err)
 			}
-			all(func(i int) {
-				if s, err := c.Resume(t.Context(), ids[i]); err != nil || s.State != shard.StateRunning {
-					t.Errorf("resume: %+v, %v", s, err)
-				}
-			})
-			for i := range ids {
-				testenv.Eventually(t, "it goes on", func() (bool, string) { n := lines(i); return n > before[i], fmt.Sprint(n) })
-				if got := sh(t, d, ids[i], "hostname"); got != fmt.Sprintf("ten%d", i) {
-					t.Errorf("sandbox %d says that it is %s", i, got)
-				}
+		})
+		testenv.Eventually(t, "nothing of ten paused sandboxes is on the host", func() (bool, string) {
+			left := testenv.Observe(ids...)
+			return left.Empty(), left.String()
+		})
+		before := make([]int, len(ids))
+		for i := range ids {
+			before[i] = lines(i)
+		}
+		all(func(i int) {
+			if s, err := c.Resume(t.Context(), ids[i]); err != nil || s.State != shard.StateRunning {
+				t.Errorf("resume: %+v, %v", s, err)
+			}
+		})
+		for i := range ids {
+			testenv.Eventually(t, "it goes on", func() (bool, string) { n := lines(i); return n > before[i], fmt.Sprint(n) })
+			if got := sh(t, d, ids[i], "hostname"); got != fmt.Sprintf("ten%d", i) {
+				t.Errorf("sandbox %d says that it is %s", i, got)
 			}
 		}
 	})

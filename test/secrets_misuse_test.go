@@ -169,11 +169,16 @@ func TestMisuseWithoutRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 
+		watch := socket(t, d, id, "/root")
 		refused(t, d.Shard("pause", id), "no room", "runs on")
 		if in := inspect(t, d, id); in.State != shard.StateRunning || exists(t, checkpointOf(d, id)) {
 			t.Errorf("after a pause without room: %+v", in)
 		}
 		on("after a pause that failed")
+		sh(t, d, id, "echo >/root/new")
+		if _, event, err := watch.Read(t.Context()); err != nil || !strings.Contains(string(event), shard.FileOverflow) && !strings.Contains(string(event), "/root/new") {
+			t.Errorf("a watch over a pause that failed: %s, %v", event, err)
+		}
 		s := open(t, d, id, held)
 		sh(t, d, id, "kill -USR1 $(ps -o pid,args | awk '/went[ ]on/ {print $1; exit}')")
 		s.until("went on")

@@ -189,7 +189,7 @@ type record struct {
 	Runs map[string]processRun `json:"runs,omitempty"`
 	// Launches are the processes that the agent is asked to start, by name. Nobody sees them.
 	Launches map[string]launch `json:"launches,omitempty"`
-	// ResumedAt is when it was last resumed.
+	// ResumedAt is when its last resume began: what it did before then was before the pause.
 	ResumedAt *time.Time `json:"resumed_at,omitempty"`
 	// StoppedByUser says that a stop, not a death, ended it.
 	StoppedByUser bool `json:"stopped_by_user,omitempty"`

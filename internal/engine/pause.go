@@ -244,7 +244,8 @@ func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error)
 func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, rec *record, img *image.Image) (inst provider.Instance, err error) {
 	ctx, cancel := context.WithTimeout(ctx, resumeTime)
 	defer cancel()
-	if err := sb.update(func(r *record) { r.Intent = "resume" }); err != nil {
+	now := time.Now().UTC().Truncate(time.Microsecond)
+	if err := sb.update(func(r *record) { r.Intent, r.ResumedAt = "resume", &now }); err != nil {
 		return nil, err
 	}
 	var undo undo
@@ -294,8 +295,7 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 	sb.live = l // who wants a session waits for it
 	sb.mu.Unlock()
 	sb.learn(func(r *record) {
-		r.Sandbox.State, r.Handle = shard.StateRunning, inst.Handle()
-		resumed(r)
+		r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, inst.Handle(), ""
 	})
 	sb.dropCheckpoint()
 	if err != nil {
@@ -312,12 +312,6 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 	return nil
 }
 
-// resumed changes a record to that of a sandbox of which the memory that was saved is in use again.
-func resumed(r *record) {
-	now := time.Now().UTC().Truncate(time.Microsecond)
-	r.Intent, r.ResumedAt = "", &now
-}
-
 // settle finds out what became of a pause or a resume that an earlier daemon did not finish. The caller holds the verb lock, or
 // is the only one there is. When it fails the intent stays, and the next tick tries again.
 func (e *Engine) settle(ctx context.Context, sb *sandbox) error {
@@ -329,13 +323,7 @@ func (e *Engine) settle(ctx context.Context, sb *sandbox) error {
 	handle, err := p.Settle(ctx, sb.spec(rec))
 	switch {
 	case err == nil:
-		sb.learn(func(r *record) {
-			r.Sandbox.State, r.Handle = shard.StateRunning, handle
-			if r.Intent == "resume" {
-				resumed(r)
-			}
-			r.Intent = ""
-		})
+		sb.learn(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, handle, "" })
 	case !errors.Is(err, provider.ErrGone):
 		return fmt.Errorf("settle the %s: %w", rec.Intent, err)
 	case rec.Intent == "resume": // and it stays paused

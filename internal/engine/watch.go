@@ -98,19 +98,21 @@ func (f *FileWatch) ended() string {
 	if !f.sb.e.holds(f.sb) {
 		return "removed"
 	}
-	state := f.sb.record().Sandbox.State
+	rec := f.sb.record()
 	f.sb.mu.Lock()
 	now := f.sb.live
 	f.sb.mu.Unlock()
 	switch {
-	case now == f.live:
+	case now == f.live, now != nil && f.live != nil && now.inst == f.live.inst: // that is how it goes on after a pause that failed
 		return ""
+	case now != nil && rec.ResumedAt != nil && rec.ResumedAt.After(*rec.Sandbox.StartedAt):
+		return string(shard.StatePaused) // and resumed
 	case now != nil:
 		return string(shard.StateStopped) // and started again
-	case state == shard.StateRunning:
+	case rec.Sandbox.State == shard.StateRunning:
 		return ""
 	}
-	return string(state)
+	return string(rec.Sandbox.State)
 }
 
 // Reason says why the watch ended: stopped, removed, failed or another state of the sandbox, or deleted when it was the
