@@ -170,6 +170,11 @@ func TestMisuseWithoutRoom(t *testing.T) {
 		}
 
 		watch := socket(t, d, id, "/root")
+		follow, err := c.FollowEgressLog(t.Context(), id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = follow.Close() }()
 		refused(t, d.Shard("pause", id), "no room", "runs on")
 		if in := inspect(t, d, id); in.State != shard.StateRunning || exists(t, checkpointOf(d, id)) {
 			t.Errorf("after a pause without room: %+v", in)
@@ -178,6 +183,10 @@ func TestMisuseWithoutRoom(t *testing.T) {
 		sh(t, d, id, "echo >/root/new")
 		if _, event, err := watch.Read(t.Context()); err != nil || !strings.Contains(string(event), shard.FileOverflow) && !strings.Contains(string(event), "/root/new") {
 			t.Errorf("a watch over a pause that failed: %s, %v", event, err)
+		}
+		sh(t, d, id, elsewhere("HOME"))
+		if one, err := follow.Next(); err != nil || one.Host != "evil.lab.test" {
+			t.Errorf("who follows the decisions, after a pause that failed: %+v, %v", one, err)
 		}
 		s := open(t, d, id, held)
 		sh(t, d, id, "kill -USR1 $(ps -o pid,args | awk '/went[ ]on/ {print $1; exit}')")

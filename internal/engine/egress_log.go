@@ -91,23 +91,17 @@ func (f *EgressFollow) Next(ctx context.Context) ([]json.RawMessage, error) {
 
 // ended says what became of the machine: "" while it runs or is on its way.
 func (f *EgressFollow) ended() string {
-	if !f.sb.e.holds(f.sb) {
-		return "removed"
+	if f.live == nil {
+		f.sb.mu.Lock()
+		f.live = f.sb.live
+		f.sb.mu.Unlock()
 	}
-	state := f.sb.record().Sandbox.State
-	f.sb.mu.Lock()
-	now := f.sb.live
-	f.sb.mu.Unlock()
-	switch {
-	case now != nil && f.live == nil:
-		f.live = now
+	switch what := f.sb.became(f.live); shard.State(what) {
+	case shard.StatePending, shard.StateCreated:
 		return ""
-	case now != nil && now == f.live, state == shard.StatePending, state == shard.StateCreated, state == shard.StateRunning && now == nil:
-		return ""
-	case now != nil:
-		return string(shard.StateStopped) // and started again
+	default:
+		return what
 	}
-	return string(state)
 }
 
 // Reason says why it ended: stopped, removed or failed.

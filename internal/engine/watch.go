@@ -94,16 +94,19 @@ func (f *FileWatch) again() ([]shard.FileEvent, error) {
 }
 
 // ended says what became of the machine: "" while it runs or its end is not stored yet.
-func (f *FileWatch) ended() string {
-	if !f.sb.e.holds(f.sb) {
+func (f *FileWatch) ended() string { return f.sb.became(f.live) }
+
+// became says what became of a machine of the sandbox: "" while it runs or its end is not stored yet.
+func (sb *sandbox) became(was *live) string {
+	if !sb.e.holds(sb) {
 		return "removed"
 	}
-	rec := f.sb.record()
-	f.sb.mu.Lock()
-	now := f.sb.live
-	f.sb.mu.Unlock()
+	rec := sb.record()
+	sb.mu.Lock()
+	now := sb.live
+	sb.mu.Unlock()
 	switch {
-	case now == f.live, now != nil && f.live != nil && now.inst == f.live.inst: // that is how it goes on after a pause that failed
+	case now != nil && was != nil && now.inst == was.inst: // after a pause that failed it is held anew
 		return ""
 	case now != nil && rec.ResumedAt != nil && rec.ResumedAt.After(*rec.Sandbox.StartedAt):
 		return string(shard.StatePaused) // and resumed
