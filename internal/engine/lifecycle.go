@@ -170,6 +170,11 @@ func (e *Engine) enliven(sb *sandbox, l *live) {
 	sb.mu.Lock()
 	sb.live = l
 	sb.mu.Unlock()
+	e.attend(sb, l)
+}
+
+// attend watches a machine that is the sandbox's already, and opens its ports.
+func (e *Engine) attend(sb *sandbox, l *live) {
 	sb.openPorts()
 	e.wg.Go(func() { e.watch(sb, l) })
 }

@@ -287,9 +287,6 @@ func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, re
 // goOn takes up a machine that goes on where it was paused. Whether that can be stored, and whether the agent answers, changes
 // nothing any more: it runs. The caller holds the verb lock.
 func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) error {
-	ctx, cancel := context.WithTimeout(ctx, startTime)
-	defer cancel()
-	session, err := connect(ctx, inst, sb.record())
 	l := newLive(inst)
 	sb.mu.Lock()
 	sb.live = l // who wants a session waits for it
@@ -298,8 +295,17 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 		r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, inst.Handle(), ""
 	})
 	sb.dropCheckpoint()
-	if err != nil {
-		e.enliven(sb, l) // its watch finds out whether it answers later, or has ended
+	defer e.attend(sb, l)
+	ctx, cancel := context.WithTimeout(ctx, startTime)
+	defer cancel()
+	defer context.AfterFunc(e.ctx, cancel)() // Close waits for the watch
+	session, err := connect(ctx, inst, sb.record())
+	select {
+	case <-inst.Done():
+		return shard.Wrap(shard.CodeInternal, err, "sandbox %q ended as soon as it was resumed: start it with its files", sb.ref())
+	default:
+	}
+	if err != nil { // the watch finds out whether it answers later
 		return shard.Wrap(shard.CodeTimeout, err, "sandbox %q was resumed, and its agent does not answer: if that stays so stop it, and start it with its files", sb.ref())
 	}
 	e.resumeProcesses(sb, session)
@@ -308,7 +314,6 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 	l.session = session
 	close(l.ready)
 	sb.mu.Unlock()
-	e.enliven(sb, l)
 	return nil
 }
 
