@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -183,6 +184,9 @@ func pauseSecret(t *testing.T, d *testenv.Daemon, provider string, got *seen) {
 	}
 	sends("value-before")
 	pause(t, c, id)
+	if files := search(t, filepath.Join(d.Root, "sandboxes", id), "value-before"); len(files) > 0 {
+		t.Errorf("with what is saved of the sandbox the value is in %q", files)
+	}
 	setSecret(t, d, "value-after", name)
 	for _, verb := range []string{"grant", "ungrant"} {
 		refused(t, d.Shard("secret", verb, id, name+"_OTHER"), "paused", "stop")

@@ -48,13 +48,15 @@ func (s *save) Execute(_ context.Context, f *flag.FlagSet, args ...any) subcomma
 	if err := c.Pause(); err != nil {
 		return util.Errorf("pause: %v", err)
 	}
-	why, err := unsavable(c)
+	why, err := unsavable(c, false)
 	if err == nil && why == "" {
 		// Without compression the pages lie in a file of their own, aligned: the quickest to write and to read.
 		err = c.Checkpoint(conf, f.Lookup("image-path").Value.String(), sandbox.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: true})
 		// The sentry has no descriptor of a pipe or a socket that has a name.
 		if err != nil && (strings.Contains(err.Error(), "dead dentry") || strings.Contains(err.Error(), "prepareSaveDead")) {
 			why, err = "a program holds something that was deleted and is neither a file nor a directory", nil
+		} else if err == nil {
+			why, err = unsavable(c, true)
 		}
 	}
 	if err == nil && why == "" {

@@ -12,6 +12,8 @@ const (
 	// A sentry begins with a restore, if it has one, and then it is looked at more often.
 	tidyOften, tidySeldom = 250 * time.Millisecond, 4 * time.Second
 	tidyEarly             = 40 // times often
+	// tidyAnyway is how many looks after the last one it is tidied although it has not grown: what was in use then may not be.
+	tidyAnyway = 4
 )
 
 // tidy gives memory that the sentry no longer uses back to the host. A save or a restore leaves several times what the sentry
@@ -26,16 +28,17 @@ func tidy() {
 		}
 		return n
 	}
-	left := uint64(0)
+	left, since := uint64(0), 0
 	for n := 0; ; n++ {
 		if n < tidyEarly {
 			time.Sleep(tidyOften)
 		} else {
 			time.Sleep(tidySeldom)
 		}
-		if now := size(); now > tidyAbove && now > left+left/2 {
+		since++
+		if now := size(); now > tidyAbove && (now > left+left/2 || since >= tidyAnyway) {
 			debug.FreeOSMemory()
-			left = size()
+			left, since = size(), 0
 		}
 	}
 }

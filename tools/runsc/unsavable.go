@@ -22,8 +22,10 @@ const (
 )
 
 // unsavable says what of the files that a stopped sandbox has open gVisor would not save, or not bring back as it was, or at the
-// price of the sandbox; "" is nothing. It looks at the descriptors of the sentry, which has one for every file in use.
-func unsavable(c *container.Container) (string, error) {
+// price of the sandbox; "" is nothing. It looks at the descriptors of the sentry, which has one for every file in use. Of a file
+// with several names it may have one by a name that was deleted although nobody uses that; once it was saved, it has none but
+// those in use.
+func unsavable(c *container.Container, saved bool) (string, error) {
 	fds := fmt.Sprintf("/proc/%d/fd", c.SandboxPid())
 	entries, err := os.ReadDir(fds)
 	if err != nil {
@@ -66,8 +68,10 @@ func unsavable(c *container.Container) (string, error) {
 		switch kind := st.Mode & unix.S_IFMT; {
 		case kind != unix.S_IFREG && kind != unix.S_IFDIR:
 			return fmt.Sprintf("a program holds %q, which was deleted and is neither a file nor a directory", "/"+name), nil
-		case len(filepath.Base(name)) > nameRoom:
+		case len(filepath.Base(name)) > nameRoom && (kind == unix.S_IFDIR || st.Nlink == 0):
 			return fmt.Sprintf("a program holds %q, which was deleted, and whose name is longer than %d bytes", "/"+name, nameRoom), nil
+		case kind == unix.S_IFREG && st.Nlink > 0 && !saved:
+			continue
 		case kind == unix.S_IFREG && st.Nlink > 0:
 			return fmt.Sprintf("a program holds %q, which was deleted, while the file has another name", "/"+name), nil
 		case kind == unix.S_IFREG:
