@@ -93,7 +93,6 @@ func TestCase103(t *testing.T) {
 				t.Fatal(err)
 			}
 			log := logOf(t, c, id, "out")
-			t.Logf("%+v, %q", p.Status, log)
 			return log == "one\ntwo\n" || !p.Status.Live(), fmt.Sprintf("%+v, %q", p.Status, log)
 		})
 		if s := inspect(t, d, id); s.State != shard.StateRunning {
