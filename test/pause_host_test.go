@@ -144,6 +144,7 @@ func TestPausedHost(t *testing.T) {
 				d.Must("image", "prune", "--force")
 				resume(t, c, id)
 				sh(t, d, id, "true")
+				d.Import(image, testenv.Busybox(t))
 			} else {
 				d.Must("remove", "--force", id)
 				if exists(t, filepath.Join(d.Root, "sandboxes", id)) {
