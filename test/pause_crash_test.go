@@ -25,6 +25,7 @@ const counting = `i=0; while :; do i=$((i+1)); echo $i >>/count; echo $i; sleep 
 func counts(t *testing.T, d *testenv.Daemon, box string) {
 	t.Helper()
 	mustRun(t, connect(t, d), box, shard.RunRequest{Name: p("count"), Command: script(counting), Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
+	sh(t, d, box, "until [ -s /count ]; do sleep 0.1; done")
 }
 
 // countedOn checks what the program of counts has said so far, and that it goes on; it returns the last number.
