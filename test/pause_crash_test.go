@@ -236,6 +236,74 @@ func TestKill9Pause(t *testing.T) {
 	})
 }
 
+// TestPauseBrokenOff: a pause or a resume that hangs does not keep a sandbox from being stopped, or removed by force.
+func TestPauseBrokenOff(t *testing.T) {
+	t.Parallel()
+	d := start(t)
+	eachPausing(t, d, func(t *testing.T, d *testenv.Daemon, provider string) {
+		c := connect(t, d)
+		for what, end := range map[string]func(id string){
+			"stop": func(id string) {
+				d.Must("stop", id)
+				if s := state(t, d, id); s != shard.StateStopped {
+					t.Errorf("it is %s", s)
+				}
+				d.Must("start", id)
+				sh(t, d, id, "true")
+			},
+			"remove": func(id string) { d.Must("remove", "--force", id) },
+		} {
+			for _, resume := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s/resume %t", what, resume), func(t *testing.T) {
+					t.Parallel()
+					for range 20 { // the moment can be missed
+						id := box(t, d, provider)
+						verb := func() error { _, err := c.Pause(t.Context(), id); return err }
+						if resume {
+							pause(t, c, id)
+							verb = func() error { _, err := c.Resume(t.Context(), id); return err }
+						}
+						done := make(chan error, 1)
+						go func() { done <- verb() }()
+						stopped := 0
+						for stopped == 0 && len(done) == 0 {
+							program, sentry := false, 0
+							for _, p := range testenv.Observe(id).Processes {
+								if program = program || isProgram(p); strings.Contains(p, " runsc-sandbox ") {
+									_, _ = fmt.Sscan(p, &sentry)
+								}
+							}
+							if program && sentry != 0 && unix.Kill(sentry, unix.SIGSTOP) == nil {
+								stopped = sentry
+							}
+						}
+						select {
+						case err := <-done:
+							if stopped != 0 {
+								_ = unix.Kill(stopped, unix.SIGCONT)
+							}
+							if err != nil {
+								t.Fatal(err)
+							}
+							continue // it was faster
+						case <-time.After(200 * time.Millisecond):
+						}
+						end(id)
+						if err := <-done; shard.CodeOf(err) != shard.CodeSandboxNotRunning || !strings.Contains(err.Error(), "given up") {
+							t.Errorf("what was broken off says %v", err)
+						}
+						if left := testenv.Observe(id); what == "remove" && !left.Empty() {
+							t.Errorf("left on the host: %s", left)
+						}
+						return
+					}
+					t.Error("it never hung")
+				})
+			}
+		}
+	})
+}
+
 // TestPauseSentryKilled: a machine that dies in a pause is lost, which is said; in a resume it stays paused, or has ended.
 func TestPauseSentryKilled(t *testing.T) {
 	t.Parallel()

@@ -217,8 +217,9 @@ type sandbox struct {
 	early map[string]*guest.ProcessState
 
 	mu       sync.Mutex
-	live     *live // the running machine
-	job      *job  // the create under way
+	live     *live  // the running machine
+	job      *job   // the create under way
+	giveUp   func() // ends the pause or resume under way; nil while there is none
 	commands []*Command
 
 	processes map[string]*process

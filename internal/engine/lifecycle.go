@@ -481,6 +481,7 @@ func (e *Engine) Stop(ctx context.Context, ref string) (*shard.Sandbox, error) {
 	if restartDue(&sb.record().Sandbox) {
 		return e.stopDue(ctx, sb)
 	}
+	sb.interrupt()
 	unlock, err := sb.lock(ctx, shard.VerbStop)
 	if err != nil {
 		return nil, err
@@ -557,6 +558,7 @@ func (e *Engine) Remove(ctx context.Context, ref string, force bool) error {
 	verb := shard.VerbRemove
 	if force {
 		verb = shard.VerbForce
+		sb.interrupt()
 	}
 	unlock, err := sb.lock(ctx, verb)
 	if err != nil {

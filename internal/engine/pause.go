@@ -36,6 +36,32 @@ func (sb *sandbox) dropCheckpoint() {
 	}
 }
 
+// interruptible begins what a stop and a forced removal may break off, which would have to wait for it else: done ends that.
+func (sb *sandbox) interruptible(ctx context.Context) (_ context.Context, done func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	sb.mu.Lock()
+	sb.giveUp = func() {
+		cancel(shard.Errorf(shard.CodeSandboxNotRunning, "it was given up, since sandbox %q is to be stopped", sb.ref()))
+	}
+	sb.mu.Unlock()
+	return ctx, func() {
+		sb.mu.Lock()
+		sb.giveUp = nil
+		sb.mu.Unlock()
+		cancel(nil)
+	}
+}
+
+// interrupt breaks off a pause or a resume that is under way.
+func (sb *sandbox) interrupt() {
+	sb.mu.Lock()
+	giveUp := sb.giveUp
+	sb.mu.Unlock()
+	if giveUp != nil {
+		giveUp()
+	}
+}
+
 // pauser is the sandbox's provider, if it can pause.
 func (e *Engine) pauser(sb *sandbox) (provider.Pauser, error) {
 	p, err := e.providerNamed(sb.record().Sandbox.Provider)
@@ -89,13 +115,15 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 		sb.dropCheckpoint()
 		return err
 	}
+	work, done := sb.interruptible(ctx)
+	defer done()
 	sb.closePorts()
 	l := sb.halt()
 	var err error
 	if l == nil {
 		err = shard.Errorf(shard.CodeSandboxNotRunning, "sandbox %q is just ending", sb.ref())
-	} else if err = sb.quiesce(ctx, l); err == nil {
-		err = p.Pause(ctx, l.inst, sb.checkpoint(), func() error {
+	} else if err = sb.quiesce(work, l); err == nil {
+		err = p.Pause(work, l.inst, sb.checkpoint(), func() error {
 			if err := e.Roots.Sync(sb.dir); err != nil {
 				return err
 			}
@@ -103,7 +131,11 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 		})
 	}
 	if err != nil {
-		return e.notPaused(ctx, sb, l, err)
+		err = e.notPaused(ctx, sb, l, err)
+		if given := context.Cause(work); given != nil {
+			return shard.Wrap(shard.CodeOf(given), err, "sandbox %q was not paused: %s", sb.ref(), given)
+		}
+		return err
 	}
 	e.endLive(sb, "the sandbox was paused")
 	_ = l.inst.Close()
@@ -225,10 +257,15 @@ func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error)
 		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
 	}
 	defer release()
-	inst, err := e.restore(ctx, sb, p, &rec, img)
+	work, done := sb.interruptible(ctx)
+	defer done()
+	inst, err := e.restore(work, sb, p, &rec, img)
 	if errors.Is(err, syscall.ENOSPC) && e.spendReserve() {
 		e.Log.Warn("the host's disk is full: what was kept in reserve is used for a resume", "sandbox", sb.id)
-		inst, err = e.restore(ctx, sb, p, &rec, img)
+		inst, err = e.restore(work, sb, p, &rec, img)
+	}
+	if given := context.Cause(work); err != nil && given != nil {
+		return nil, shard.Wrap(shard.CodeOf(given), err, "sandbox %q was not resumed: %s", sb.ref(), given)
 	}
 	if err != nil {
 		return nil, err

@@ -192,7 +192,7 @@ func send(ctx context.Context, s *Session, op, path string, args any, r io.Reade
 	if bounded != nil {
 		over, done := make(chan struct{}), make(chan struct{})
 		defer func() { close(over); <-done }() // so that it cuts nothing that is read later
-		go func() { // whoever waits for the client must not miss that the sandbox has gone
+		go func() {                            // whoever waits for the client must not miss that the sandbox has gone
 			defer close(done)
 			select {
 			case <-s.Done():
