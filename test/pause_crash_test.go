@@ -289,7 +289,11 @@ func TestPauseBrokenOff(t *testing.T) {
 						case <-time.After(200 * time.Millisecond):
 						}
 						end(id)
-						if err := <-done; shard.CodeOf(err) != shard.CodeSandboxNotRunning || !strings.Contains(err.Error(), "given up") {
+						want := shard.CodeSandboxNotRunning
+						if resume {
+							want = shard.CodeSandboxNotPaused
+						}
+						if err := <-done; shard.CodeOf(err) != want || !strings.Contains(err.Error(), "given up") {
 							t.Errorf("what was broken off says %v", err)
 						}
 						if left := testenv.Observe(id); what == "remove" && !left.Empty() {

@@ -175,7 +175,7 @@ func TestPauseAtOnce(t *testing.T) {
 			}
 			errs := together(func() error { _, err := do(t.Context(), gone); return err },
 				later(round, func() error { return c.Remove(t.Context(), gone, true) }))
-			one(errs, shard.CodeNotFound, shard.CodeSandboxNotRunning)
+			one(errs, shard.CodeNotFound, shard.CodeSandboxNotRunning, shard.CodeSandboxNotPaused)
 			_, err := c.Inspect(t.Context(), gone)
 			wantCode(t, err, shard.CodeNotFound)
 			if errs[1] != nil {

@@ -36,12 +36,13 @@ func (sb *sandbox) dropCheckpoint() {
 	}
 }
 
-// interruptible begins what a stop and a forced removal may break off, which would have to wait for it else: done ends that.
-func (sb *sandbox) interruptible(ctx context.Context) (_ context.Context, done func()) {
+// interruptible begins what a stop and a forced removal may break off, which would have to wait for it else: done ends that. Its
+// context's cause then has the code.
+func (sb *sandbox) interruptible(ctx context.Context, code shard.Code) (_ context.Context, done func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	sb.mu.Lock()
 	sb.giveUp = func() {
-		cancel(shard.Errorf(shard.CodeSandboxNotRunning, "it was given up, since sandbox %q is to be stopped", sb.ref()))
+		cancel(shard.Errorf(code, "it was given up, since sandbox %q is to be stopped", sb.ref()))
 	}
 	sb.mu.Unlock()
 	return ctx, func() {
@@ -115,7 +116,7 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 		sb.dropCheckpoint()
 		return err
 	}
-	work, done := sb.interruptible(ctx)
+	work, done := sb.interruptible(ctx, shard.CodeSandboxNotRunning)
 	defer done()
 	sb.closePorts()
 	l := sb.halt()
@@ -257,7 +258,7 @@ func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error)
 		return nil, shard.Wrap(shard.CodeNotFound, err, "the image of sandbox %q is no longer on this host: pull %s", sb.ref(), rec.Sandbox.Image)
 	}
 	defer release()
-	work, done := sb.interruptible(ctx)
+	work, done := sb.interruptible(ctx, shard.CodeSandboxNotPaused)
 	defer done()
 	inst, err := e.restore(work, sb, p, &rec, img)
 	if errors.Is(err, syscall.ENOSPC) && e.spendReserve() {
