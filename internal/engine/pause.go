@@ -31,9 +31,25 @@ func (sb *sandbox) checkpoint() string { return filepath.Join(sb.dir, "checkpoin
 
 // dropCheckpoint removes a checkpoint that nobody can resume from any more.
 func (sb *sandbox) dropCheckpoint() {
-	if err := os.RemoveAll(sb.checkpoint()); err != nil {
+	if err := errors.Join(os.RemoveAll(sb.checkpoint()), os.RemoveAll(sb.usedCheckpoint())); err != nil {
 		sb.e.Log.Warn("remove the saved memory of a sandbox", "sandbox", sb.id, "err", err)
 	}
+}
+
+// usedCheckpoint is where a checkpoint lies that was resumed from, until it is gone.
+func (sb *sandbox) usedCheckpoint() string { return sb.checkpoint() + ".used" }
+
+// dropUsedCheckpoint is dropCheckpoint behind a resume, which does not wait: to free much takes the host a while.
+func (sb *sandbox) dropUsedCheckpoint() {
+	if err := os.Rename(sb.checkpoint(), sb.usedCheckpoint()); err != nil {
+		sb.dropCheckpoint()
+		return
+	}
+	sb.e.wg.Go(func() {
+		if err := os.RemoveAll(sb.usedCheckpoint()); err != nil {
+			sb.e.Log.Warn("remove the saved memory of a sandbox", "sandbox", sb.id, "err", err)
+		}
+	})
 }
 
 // interruptible begins what a stop and a forced removal may break off, which would have to wait for it else: done ends that. Its
@@ -332,7 +348,7 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 	sb.learn(func(r *record) {
 		r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, inst.Handle(), ""
 	})
-	sb.dropCheckpoint()
+	sb.dropUsedCheckpoint()
 	defer e.attend(sb, l)
 	ctx, cancel := context.WithTimeout(ctx, startTime)
 	defer cancel()
