@@ -31,6 +31,11 @@ func unsavable(c *container.Container, saved bool) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	root, err := unix.Open(c.Spec.Root.Path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = unix.Close(root) }()
 	type file struct{ dev, ino uint64 }
 	seen := map[file]bool{}
 	var total, free int64
@@ -62,7 +67,7 @@ func unsavable(c *container.Container, saved bool) (string, error) {
 			continue
 		}
 		seen[file{st.Dev, st.Ino}] = true
-		if unix.Lstat(filepath.Join(c.Spec.Root.Path, strings.TrimPrefix(path, "/root")), &now) == nil && now.Dev == st.Dev && now.Ino == st.Ino {
+		if statIn(root, strings.TrimPrefix(path, "/root/"), &now) == nil && now.Dev == st.Dev && now.Ino == st.Ino {
 			continue // that is its name
 		}
 		switch kind := st.Mode & unix.S_IFMT; {
@@ -89,4 +94,14 @@ func unsavable(c *container.Container, saved bool) (string, error) {
 		return fmt.Sprintf("its programs hold deleted files of %d MiB, for which its disk has no room when it is resumed", total>>20+1), nil
 	}
 	return "", nil
+}
+
+// statIn looks at a path that a guest has made, and does not leave its root on the way.
+func statIn(root int, path string, st *unix.Stat_t) error {
+	fd, err := unix.Openat2(root, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_NOFOLLOW | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS})
+	if err != nil {
+		return err
+	}
+	return errors.Join(unix.Fstat(fd, st), unix.Close(fd))
 }
