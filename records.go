@@ -6,15 +6,16 @@ import "time"
 
 // Sandbox is the public record of one sandbox.
 type Sandbox struct {
-	ID            string    `json:"id"`
-	Name          string    `json:"name,omitempty"`
-	Image         string    `json:"image"`
-	Digest        string    `json:"digest,omitempty"`
-	Snapshot      string    `json:"snapshot,omitempty"`
-	ForkedFrom    string    `json:"forked_from,omitempty"`
-	Provider      string    `json:"provider"`
-	Kernel        string    `json:"kernel,omitempty"`
-	State         State     `json:"state"`
+	ID         string `json:"id"`
+	Name       string `json:"name,omitempty"`
+	Image      string `json:"image"`
+	Digest     string `json:"digest,omitempty"`
+	Snapshot   string `json:"snapshot,omitempty"`
+	ForkedFrom string `json:"forked_from,omitempty"`
+	Provider   string `json:"provider"`
+	Kernel     string `json:"kernel,omitempty"`
+	State      State  `json:"state"`
+	// StoppedReason also says why the daemon itself paused it: for the misuse of a secret.
 	StoppedReason string    `json:"stopped_reason,omitempty"`
 	FailedReason  string    `json:"failed_reason,omitempty"`
 	OOM           *OOM      `json:"oom,omitempty"`

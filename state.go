@@ -95,6 +95,8 @@ func CheckVerb(ref string, state State, verb Verb) error {
 		return Errorf(code, "sandbox %q is running already", ref)
 	case verb == VerbPause && state == StatePaused:
 		return Errorf(code, "sandbox %q is paused already", ref)
+	case verb == VerbRemove && state == StatePaused:
+		return Errorf(code, "sandbox %q is paused: resume it, stop it, which gives up its saved memory, or remove it with force", ref)
 	case verb == VerbRemove:
 		return Errorf(code, "sandbox %q is %s: stop it first, or remove it with force", ref, state)
 	case code == CodeSandboxFailed:

@@ -50,6 +50,31 @@ func TestSecretDocs(t *testing.T) {
 	if file, err := os.ReadFile(filepath.Join(d.Root, "secrets", "API_TOKEN")); err != nil || strings.Contains(string(file), "sk-of-the-docs") || strings.Contains(string(file), "example") {
 		t.Errorf("at rest: %v %s", err, file)
 	}
+
+	d.Must("run", "agent", "--name", "holder", "--", "python3", "-c", "kept = 'in ' + 'memory'; import time; time.sleep(9999)")
+	if r := d.Shard("pause", "agent"); strings.Contains(r.Stderr, "cannot save memory") {
+		t.Logf("not tried: %s", r.Stderr)
+		return
+	} else if r.Code != 0 {
+		t.Fatalf("%+v", r)
+	}
+	run(sample(t, "secrets.md", "--on-misuse none"))
+	const look = `pid=$(for p in /proc/[0-9]*; do tr '\0' ' ' <$p/cmdline | grep -q '^python3 -c kept' && echo ${p#/proc/}; done | head -n 1)
+python3 -c '
+import sys
+for line in open(sys.argv[1] + "/maps"):
+    span, mode = line.split()[:2]
+    if "w" not in mode: continue
+    a, b = (int(x, 16) for x in span.split("-"))
+    with open(sys.argv[1] + "/mem", "rb", 0) as mem:
+        try: mem.seek(a); data = mem.read(b - a)
+        except (OSError, OverflowError): continue
+    if b"in" + b" memory" in data: print("found"); break
+' /proc/$pid`
+	if r := d.Shard("exec", "agent", "sh", "-c", look); strings.TrimSpace(r.Stdout) != "found" {
+		t.Errorf("a look into memory: %+v", r)
+	}
+	d.Must("kill", "agent", "holder")
 }
 
 func shell(script string) *exec.Cmd { return exec.Command("sh", "-ec", script) }

@@ -113,7 +113,7 @@ func stateCell(s *shard.Sandbox, now time.Time) string {
 	switch {
 	case s.State == shard.StateFailed && s.FailedReason != "":
 		text += " (" + s.FailedReason + ")"
-	case s.State == shard.StateStopped && s.StoppedReason != "":
+	case (s.State == shard.StateStopped || s.State == shard.StatePaused) && s.StoppedReason != "":
 		text += " (" + s.StoppedReason + ")"
 	}
 	if s.State == shard.StateStopped && s.OOM != nil && s.OOM.RestartAt != nil {

@@ -9,7 +9,7 @@ func (a *App) pauseCommand() *cobra.Command {
 		Long: `Pause sandboxes: memory and files are kept on the host's disk, and they use no memory and no processor until they are resumed.
 Named processes stand still and go on; commands that run are ended, and connections to forwarded ports are closed. Prints the id of
 each one that is paused; failures follow at the end, with exit code 1. Ctrl+C ends the wait, not the pause. Only some providers can:
-shard capabilities.`,
+shard capabilities --provider NAME.`,
 		Example: `  shard pause web db
   shard resume web db`,
 		Args: arguments(1, -1, "SANDBOX…"),

@@ -26,7 +26,7 @@ func (a *App) policyLogsCommand() *cobra.Command {
 		Long: `Show what was decided about a sandbox's traffic: lookups, web requests, and packets that were refused. Of what is refused
 again and again some lines are shown, and the others counted. One JSON object per line; --format table is for people.
 
-With --follow it goes on until the sandbox stops or is removed; Ctrl+C ends it with exit code 130.`,
+With --follow it goes on until the sandbox stops, is paused or is removed; Ctrl+C ends it with exit code 130.`,
 		Example: `  shard policy logs --follow --format table web`,
 		Args:    arguments(1, 1, "SANDBOX"),
 		RunE: func(cmd *cobra.Command, args []string) error {

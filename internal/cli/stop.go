@@ -14,7 +14,8 @@ func (a *App) stopCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "stop SANDBOX…",
 		Short: "Stop sandboxes and keep their files",
-		Long: `Stop sandboxes: every process gets TERM, and KILL 30 seconds later; the files stay. Prints the id of each one that
+		Long: `Stop sandboxes: every process gets TERM, and KILL 30 seconds later; the files stay. A paused one
+loses its saved memory, and keeps its files. Prints the id of each one that
 stopped; failures follow at the end, with exit code 1.`,
 		Example: `  shard stop web db`,
 		Args:    arguments(1, -1, "SANDBOX…"),
@@ -29,7 +30,10 @@ stopped; failures follow at the end, with exit code 1.`,
 func (a *App) verb(ctx context.Context, refs []string, do func(context.Context, string) (*shard.Sandbox, error)) error {
 	return a.each(ctx, refs, func(ref string) (string, error) {
 		sb, err := do(ctx, ref)
-		if err != nil {
+		switch {
+		case errors.Is(err, errInterrupted):
+			return "", fmt.Errorf("%w; the daemon goes on with sandbox %q if it had begun: look with shard list --all", errInterrupted, ref)
+		case err != nil:
 			return "", err
 		}
 		return sb.ID, nil

@@ -313,6 +313,9 @@ func (sb *sandbox) allows(verb shard.Verb) error {
 	if err != nil && s.State == shard.StateFailed && s.FailedReason != "" {
 		return shard.Errorf(shard.CodeOf(err), "%s (it failed: %s)", err, s.FailedReason)
 	}
+	if err != nil && s.State == shard.StatePaused && s.StoppedReason != "" && shard.CodeOf(err) == shard.CodeSandboxNotRunning {
+		return shard.Errorf(shard.CodeOf(err), "sandbox %q was paused: %s: look at it (inspect) before you resume it", s.Ref(), s.StoppedReason)
+	}
 	return err
 }
 

@@ -26,6 +26,14 @@ const (
 	resumeTime = 10 * time.Minute
 )
 
+// priceOfStop is what a message that advises to stop the sandbox must add.
+func (sb *sandbox) priceOfStop() string {
+	if sb.record().Sandbox.State == shard.StatePaused {
+		return ", which gives up its saved memory"
+	}
+	return ""
+}
+
 // checkpoint is where the memory of a paused sandbox lies.
 func (sb *sandbox) checkpoint() string { return filepath.Join(sb.dir, "checkpoint") }
 
@@ -154,6 +162,7 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 		}
 		return err
 	}
+	e.Log.Info("a sandbox was paused", "sandbox", sb.id)
 	e.endLive(sb, "the sandbox was paused")
 	_ = l.inst.Close()
 	ctx, cancel := context.WithTimeout(ctx, teardownTime)
@@ -335,7 +344,7 @@ func (e *Engine) restore(ctx context.Context, sb *sandbox, p provider.Pauser, re
 	case errors.Is(err, syscall.ENOSPC):
 		return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused", sb.ref())
 	}
-	return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused: the daemon's log says why", sb.ref())
+	return nil, shard.Wrap(shard.CodeInternal, err, "sandbox %q could not be resumed and stays paused (the daemon's log says why): try again, or stop it and start it with its files alone", sb.ref())
 }
 
 // goOn takes up a machine that goes on where it was paused. Whether that can be stored, and whether the agent answers, changes
@@ -346,8 +355,9 @@ func (e *Engine) goOn(ctx context.Context, sb *sandbox, inst provider.Instance) 
 	sb.live = l // who wants a session waits for it
 	sb.mu.Unlock()
 	sb.learn(func(r *record) {
-		r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, inst.Handle(), ""
+		r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateRunning, "", inst.Handle(), ""
 	})
+	e.Log.Info("a sandbox was resumed", "sandbox", sb.id)
 	sb.dropUsedCheckpoint()
 	defer e.attend(sb, l)
 	ctx, cancel := context.WithTimeout(ctx, startTime)
@@ -382,7 +392,9 @@ func (e *Engine) settle(ctx context.Context, sb *sandbox) error {
 	handle, err := p.Settle(ctx, sb.spec(rec))
 	switch {
 	case err == nil:
-		sb.learn(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StateRunning, handle, "" })
+		sb.learn(func(r *record) {
+			r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StateRunning, "", handle, ""
+		})
 	case !errors.Is(err, provider.ErrGone):
 		return fmt.Errorf("settle the %s: %w", rec.Intent, err)
 	case rec.Intent == "resume": // and it stays paused

@@ -269,8 +269,8 @@ func (e *Engine) changePolicy(ctx context.Context, ref, name string) (*shard.San
 	unlock, err := sb.lock(ctx, shard.VerbGrant)
 	if err != nil {
 		if shard.CodeOf(err) == shard.CodeSandboxLive {
-			err = shard.Errorf(shard.CodeSandboxLive, "the policy of sandbox %q cannot change while it is %s: stop it first",
-				sb.ref(), sb.record().Sandbox.State)
+			err = shard.Errorf(shard.CodeSandboxLive, "the policy of sandbox %q cannot change while it is %s: stop it first%s",
+				sb.ref(), sb.record().Sandbox.State, sb.priceOfStop())
 		}
 		return nil, err
 	}

@@ -119,7 +119,7 @@ func (e *Engine) endStrangers(ctx context.Context, sb *sandbox, session *guest.S
 		if mine {
 			continue
 		}
-		e.Log.Info("end a command that no record names", "sandbox", sb.id, "exec", h.ID)
+		e.Log.Info("end a command that a pause or a failed start left", "sandbox", sb.id, "exec", h.ID)
 		// First: to be taken up lets a command go on that a pause stopped.
 		_ = session.Call(ctx, guest.OpSignal, guest.SignalArgs{ID: h.ID, Signal: "KILL"}, nil)
 		s := &stranger{}

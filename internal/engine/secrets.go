@@ -77,8 +77,12 @@ func (e *Engine) canPunish(s *shard.Sandbox, name, onMisuse string) error {
 		return err
 	}
 	if _, can := p.(provider.Pauser); !can {
-		return shard.Errorf(shard.CodeUnsupported, "a misuse of secret %s is to pause the sandbox, which provider %s cannot: "+
-			"set --on-misuse stop, or none", name, p.Name())
+		which := "the sandbox"
+		if s.ID != "" {
+			which = fmt.Sprintf("sandbox %q", s.Ref())
+		}
+		return shard.Errorf(shard.CodeUnsupported, "a misuse of secret %s is to pause %s, which provider %s cannot: "+
+			"set --on-misuse stop, or none", name, which, p.Name())
 	}
 	return nil
 }
@@ -228,8 +232,8 @@ func (e *Engine) lockGrants(ctx context.Context, ref, name string) (*sandbox, fu
 	unlock, err := sb.lock(ctx, shard.VerbGrant)
 	if err != nil {
 		if shard.CodeOf(err) == shard.CodeSandboxLive {
-			err = shard.Errorf(shard.CodeSandboxLive, "the secrets of sandbox %q cannot change while it is %s: stop it first",
-				sb.ref(), sb.record().Sandbox.State)
+			err = shard.Errorf(shard.CodeSandboxLive, "the secrets of sandbox %q cannot change while it is %s: stop it first%s",
+				sb.ref(), sb.record().Sandbox.State, sb.priceOfStop())
 		}
 		return nil, nil, err
 	}
@@ -384,20 +388,25 @@ func (e *Engine) punish(sb *sandbox, m secret.Misuse, how string) error {
 		}
 	}
 	ctx := context.WithoutCancel(e.ctx)
+	why := fmt.Sprintf("the placeholder of secret %s was sent to %s: %s", m.Secret, m.Host, m.Reason)
 	if verb == shard.VerbPause {
 		p, err := e.pauser(sb)
 		if err == nil {
 			err = e.pause(ctx, sb, p)
 		}
-		if err == nil || sb.allows(shard.VerbStop) != nil {
+		if err == nil {
+			e.Log.Info("a sandbox was paused for a misuse", "sandbox", sb.id, "secret", m.Secret)
+			return sb.update(func(r *record) { r.Sandbox.StoppedReason = why })
+		}
+		if sb.allows(shard.VerbStop) != nil {
 			return err
 		}
-		e.Log.Error("pause a sandbox that misused a secret: it is stopped instead", "sandbox", sb.id, "err", err)
+		e.Log.Warn("a sandbox that misused a secret cannot be paused and is stopped", "sandbox", sb.id, "err", err)
+		why += "; it could not be paused: " + reason(err)
 	}
 	if err := e.stop(ctx, sb); err != nil {
 		return err
 	}
-	return sb.update(func(r *record) {
-		r.Sandbox.StoppedReason = fmt.Sprintf("the placeholder of secret %s was sent to %s: %s", m.Secret, m.Host, m.Reason)
-	})
+	e.Log.Info("a sandbox was stopped for a misuse", "sandbox", sb.id, "secret", m.Secret)
+	return sb.update(func(r *record) { r.Sandbox.StoppedReason = why })
 }

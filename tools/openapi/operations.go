@@ -75,11 +75,11 @@ var operations = map[string]operation{
 	"POST /v0/sandboxes/{id}/start": {id: "startSandbox", tag: tagSandboxes, summary: "Start a stopped sandbox", request: of[shard.Empty](),
 		optional: true, status: 200, answer: of[shard.Sandbox]()},
 	"POST /v0/sandboxes/{id}/stop": {id: "stopSandbox", tag: tagSandboxes, summary: "Stop a sandbox and keep its files",
-		text: "TERM to all, KILL after 30 s.", request: of[shard.Empty](), optional: true, status: 200, answer: of[shard.Sandbox]()},
+		text: "TERM to all, KILL after 30 s. A paused one loses its saved memory, and keeps its files.", request: of[shard.Empty](), optional: true, status: 200, answer: of[shard.Sandbox]()},
 	"POST /v0/sandboxes/{id}/pause": {id: "pauseSandbox", tag: tagSandboxes, summary: "Pause a sandbox: its memory goes to disk",
 		text: "It then uses no memory and no processor. Named processes go on at the resume; commands that run end, and connections to ports are closed. " +
 			"Takes as long as the memory takes to be written, up to 10 minutes, and goes on when the client hangs up. After a failure the sandbox runs on, " +
-			"or is `failed` where it was lost. `unsupported`: the provider cannot, or not what programs hold open right now, which the message names.",
+			"or is `failed` where it was lost. `unsupported`: the provider cannot, or not what programs hold open right now, which the message names. One that is paused already is `sandbox_not_running` too: its `state` tells.",
 		request: of[shard.Empty](), optional: true, status: 200, answer: of[shard.Sandbox]()},
 	"POST /v0/sandboxes/{id}/resume": {id: "resumeSandbox", tag: tagSandboxes, summary: "Resume a paused sandbox",
 		text:    "It keeps its addresses and `started_at`. When that fails it stays paused. Where what was saved is missing: `no_checkpoint`; where another version of the runtime saved it: `unsupported`. A stop and a start bring back its files alone.",
@@ -145,7 +145,7 @@ var operations = map[string]operation{
 	"GET /v0/sandboxes/{id}/watch": {id: "watchFiles", tag: tagFiles, summary: "Watch a directory", text: "Nothing is missed from the head of the answer on.",
 		status: 200, lines: of[shard.FileEvent](), stream: "Text messages, each a JSON FileEvent. The close says why the watch ended."},
 	"GET /v0/sandboxes/{id}/egress-log": {id: "egressLog", tag: tagSandboxes, summary: "What was decided about a sandbox's traffic",
-		text:   "The newest 10,000, oldest first; `Shard-Egress-Cut` counts what was left out. Followed, it goes on until the sandbox stops.",
+		text:   "The newest 10,000, oldest first; `Shard-Egress-Cut` counts what was left out. Followed, it goes on until the sandbox stops or is paused.",
 		status: 200, answer: of[[]shard.EgressDecision](), lines: of[shard.EgressDecision](), linesWhen: "with `follow=true`", stream: "Text messages, each a JSON EgressDecision. The close says why the log ended. Needs `follow=true`."},
 	"PUT /v0/sandboxes/{id}/archive": {id: "unpackArchive", tag: tagFiles, summary: "Unpack a tar into a directory",
 		text: "What would leave the directory, devices and hard links to nothing are refused.", requestMedia: "application/x-tar", status: 204},

@@ -177,7 +177,7 @@ export class Sandbox implements AsyncDisposable {
   }
 
   /**
-   * Yields the newest network decisions that the daemon holds, then each new one, until the sandbox ends.
+   * Yields the newest network decisions that the daemon holds, then each new one, until the sandbox ends or is paused.
    *
    * @example
    * for await (const { verdict, host } of sandbox.followEgressLog()) console.log(verdict, host);

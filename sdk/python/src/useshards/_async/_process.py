@@ -118,7 +118,7 @@ class AsyncLogFollow(AsyncFollow[bytes]):
 
 
 class AsyncEgressFollow(AsyncFollow[EgressDecision]):
-    """Network decisions: the newest that the daemon holds, then each new one, until the sandbox stops.
+    """Network decisions: the newest that the daemon holds, then each new one, until the sandbox stops or is paused.
 
     Example:
         >>> async for decision in sandbox.follow_egress_log():

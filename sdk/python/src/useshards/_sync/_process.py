@@ -119,7 +119,7 @@ class LogFollow(Follow[bytes]):
 
 
 class EgressFollow(Follow[EgressDecision]):
-    """Network decisions: the newest that the daemon holds, then each new one, until the sandbox stops.
+    """Network decisions: the newest that the daemon holds, then each new one, until the sandbox stops or is paused.
 
     Example:
         >>> for decision in sandbox.follow_egress_log():
