@@ -77,6 +77,10 @@ func TestMisusePauses(t *testing.T) {
 				in := inspect(t, d, id)
 				return in.State == shard.StatePaused, fmt.Sprintf("%+v", in)
 			})
+			refused(t, d.Shard("exec", id, "true"), "paused", name, "evil.lab.test")
+			if list := d.Must("list"); !strings.Contains(list, "paused (the placeholder") {
+				t.Errorf("the list does not say why: %s", list)
+			}
 			if n := misuses(t, d, id, name); n < times {
 				t.Errorf("%d misuses are recorded, want at least %d", n, times)
 			}
@@ -195,7 +199,7 @@ func TestMisuseWithoutRoom(t *testing.T) {
 		misuse(t, d, id, name)
 		testenv.Eventually(t, "it is stopped instead", func() (bool, string) {
 			in := inspect(t, d, id)
-			return in.State == shard.StateStopped && strings.Contains(in.StoppedReason, name), fmt.Sprintf("%+v", in)
+			return in.State == shard.StateStopped && strings.Contains(in.StoppedReason, name) && strings.Contains(in.StoppedReason, "could not be paused"), fmt.Sprintf("%+v", in)
 		})
 		if exists(t, checkpointOf(d, id)) {
 			t.Error("something of its memory is left")

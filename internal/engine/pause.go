@@ -117,15 +117,15 @@ func (e *Engine) Pause(ctx context.Context, ref string) (*shard.Sandbox, error) 
 		return nil, err
 	}
 	defer unlock()
-	if err := e.pause(context.WithoutCancel(ctx), sb, p); err != nil {
+	if err := e.pause(context.WithoutCancel(ctx), sb, p, ""); err != nil {
 		return nil, err
 	}
 	s := sb.record().Sandbox
 	return &s, nil
 }
 
-// pause does the work of Pause. The caller holds the verb lock.
-func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) error {
+// pause does the work of Pause; why is "" when somebody asked for it. The caller holds the verb lock.
+func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser, why string) error {
 	if err := e.finish(ctx, sb); err != nil {
 		return shard.Wrap(shard.CodeInternal, err, "what was begun on sandbox %q before is not over: try again", sb.ref())
 	}
@@ -152,7 +152,9 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 			if err := e.Roots.Sync(sb.dir); err != nil {
 				return err
 			}
-			return sb.update(func(r *record) { r.Sandbox.State, r.Handle, r.Intent = shard.StatePaused, nil, "cleanup" })
+			return sb.update(func(r *record) {
+				r.Sandbox.State, r.Sandbox.StoppedReason, r.Handle, r.Intent = shard.StatePaused, why, nil, "cleanup"
+			})
 		})
 	}
 	if err != nil {
@@ -162,7 +164,7 @@ func (e *Engine) pause(ctx context.Context, sb *sandbox, p provider.Pauser) erro
 		}
 		return err
 	}
-	e.Log.Info("a sandbox was paused", "sandbox", sb.id)
+	e.Log.Info("a sandbox was paused", "sandbox", sb.id, "why", why)
 	e.endLive(sb, "the sandbox was paused")
 	_ = l.inst.Close()
 	ctx, cancel := context.WithTimeout(ctx, teardownTime)

@@ -392,13 +392,9 @@ func (e *Engine) punish(sb *sandbox, m secret.Misuse, how string) error {
 	if verb == shard.VerbPause {
 		p, err := e.pauser(sb)
 		if err == nil {
-			err = e.pause(ctx, sb, p)
+			err = e.pause(ctx, sb, p, why)
 		}
-		if err == nil {
-			e.Log.Info("a sandbox was paused for a misuse", "sandbox", sb.id, "secret", m.Secret)
-			return sb.update(func(r *record) { r.Sandbox.StoppedReason = why })
-		}
-		if sb.allows(shard.VerbStop) != nil {
+		if err == nil || sb.allows(shard.VerbStop) != nil {
 			return err
 		}
 		e.Log.Warn("a sandbox that misused a secret cannot be paused and is stopped", "sandbox", sb.id, "err", err)
