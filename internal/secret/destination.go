@@ -16,7 +16,7 @@ const maxDestinations = 64
 // parseDestinations brings destinations to their one form, sorted as they were given and each once.
 func parseDestinations(given []string) ([]string, error) {
 	if len(given) == 0 {
-		return nil, shard.Invalidf("there are no destinations: name the hosts that the value may be sent to")
+		return nil, shard.Invalidf("there are no destinations: name the hosts that the value may be sent to (--dest on the command line)")
 	}
 	if len(given) > maxDestinations {
 		return nil, shard.Invalidf("%d destinations are more than the %d that a secret can have", len(given), maxDestinations)
