@@ -222,18 +222,18 @@ func TestPause(t *testing.T) {
 func pauseMemory(t *testing.T, d *testenv.Daemon, provider string) {
 	c := connect(t, d)
 	id := box(t, d, provider, "--name", "keeper-"+provider, "--vcpus", "1", trustingPython)
-	sh(t, d, id, "mkdir -m 777 /work; mkfifo -m 666 /work/ask")
+	sh(t, d, id, "mkdir -m 777 /job; mkfifo -m 666 /job/ask")
 	addresses := func() string {
 		return sh(t, d, id, "cat /proc/net/fib_trie /proc/net/if_inet6 2>/dev/null; cat /etc/hosts /etc/resolv.conf; nproc")
 	}
-	mustRun(t, c, id, shard.RunRequest{Name: p("keeper"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/work/ask`, keeper},
-		Env: []string{"KEPT=yes"}, Workdir: "/work", User: "1234:4321", Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
+	mustRun(t, c, id, shard.RunRequest{Name: p("keeper"), Command: []string{"sh", "-c", `exec python3 -c "$0" <>/job/ask`, keeper},
+		Env: []string{"KEPT=yes"}, Workdir: "/job", User: "1234:4321", Restart: &shard.RestartSpec{Policy: shard.RestartNo}})
 	address, before := addresses(), inspect(t, d, id)
 	var last struct{ Count, PID, Threads float64 }
 	tell := func(step int) {
 		t.Helper()
 		asked := time.Now()
-		sh(t, d, id, "echo go >/work/ask")
+		sh(t, d, id, "echo go >/job/ask")
 		var line string
 		testenv.Eventually(t, "the program tells", func() (bool, string) {
 			log := logOf(t, c, id, "keeper")
@@ -259,7 +259,7 @@ func pauseMemory(t *testing.T, d *testenv.Daemon, provider string) {
 			t.Errorf("step %d: the program reads %s on the clock, between %s and %s", step, wall, asked, time.Now())
 		}
 		now := fmt.Sprint(told["hostname"], told["env"], told["cwd"], told["ids"])
-		if want := "keeper-" + provider + "yes/work[1234 4321]"; now != want {
+		if want := "keeper-" + provider + "yes/job[1234 4321]"; now != want {
 			t.Errorf("step %d: the program is %s, want %s", step, now, want)
 		}
 		if count := told["count"].(float64); count < last.Count || step > 1 && (told["pid"] != last.PID || told["threads"] != last.Threads) {
