@@ -247,13 +247,13 @@ func TestPauseBrokenOff(t *testing.T) {
 			for _, how := range []string{"stop", "remove"} {
 				t.Run(fmt.Sprintf("%s/resume %t", how, resume), func(t *testing.T) {
 					t.Parallel()
-					for range 5 {
+					for range 20 { // a machine that is quicker than we are is tried again
 						if id, told, hung := hang(t, d, c, box(t, d, provider), resume); hung {
 							brokenOff(t, d, id, how, resume, told)
 							return
 						}
 					}
-					t.Skip("the moment to make it hang was missed each time")
+					t.Error("the moment to make it hang was missed each time")
 				})
 			}
 		}

@@ -101,18 +101,24 @@ func (e *Engine) pauser(sb *sandbox) (provider.Pauser, error) {
 	return pauser, nil
 }
 
-// Pause saves memory and files of a running sandbox to the disk and ends its machine; commands in it end, named processes
-// and what they started go on when it is resumed. A pause that fails leaves it running.
-func (e *Engine) Pause(ctx context.Context, ref string) (*shard.Sandbox, error) {
+// lockPauser takes a sandbox's verb lock, if its provider can pause, which is asked first.
+func (e *Engine) lockPauser(ctx context.Context, ref string, verb shard.Verb) (*sandbox, provider.Pauser, func(), error) {
 	sb, err := e.find(ref)
 	if err != nil {
-		return nil, err
+		return nil, nil, nil, err
 	}
 	p, err := e.pauser(sb)
 	if err != nil {
-		return nil, err
+		return nil, nil, nil, err
 	}
-	unlock, err := sb.lock(ctx, shard.VerbPause)
+	unlock, err := sb.lock(ctx, verb)
+	return sb, p, unlock, err
+}
+
+// Pause saves memory and files of a running sandbox to the disk and ends its machine; commands in it end, named processes
+// and what they started go on when it is resumed. A pause that fails leaves it running.
+func (e *Engine) Pause(ctx context.Context, ref string) (*shard.Sandbox, error) {
+	sb, p, unlock, err := e.lockPauser(ctx, ref, shard.VerbPause)
 	if err != nil {
 		return nil, err
 	}
@@ -253,15 +259,7 @@ func (e *Engine) notPaused(ctx context.Context, sb *sandbox, l *live, err error)
 
 // Resume lets a paused sandbox go on where it stood, with its address and its processes.
 func (e *Engine) Resume(ctx context.Context, ref string) (*shard.Sandbox, error) {
-	sb, err := e.find(ref)
-	if err != nil {
-		return nil, err
-	}
-	p, err := e.pauser(sb)
-	if err != nil {
-		return nil, err
-	}
-	unlock, err := sb.lock(ctx, shard.VerbResume)
+	sb, p, unlock, err := e.lockPauser(ctx, ref, shard.VerbResume)
 	if err != nil {
 		return nil, err
 	}
